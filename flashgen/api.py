@@ -1,0 +1,418 @@
+"""Arrays in, arrays out: checking what is given, choosing the kernel, launching it or interpreting it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+from flashgen import build, debug
+from flashgen.ir.printer import kernel_text
+from flashgen.plan.arch import Arch, for_capability, parse_arch
+from flashgen.plan.plan import Plan
+from flashgen.runtime import interpret, launch
+from flashgen.runtime.arrays import Library, library_of
+from flashgen.runtime.compile import Report
+from flashgen.runtime.program import Bound, Program
+from flashgen.spec import Spec, parse_dtype
+
+LAYOUTS = ("bshd", "bhsd")
+TARGETS = ("auto", "cuda", "interpret")
+LOG2_E = math.log2(math.e)
+BOUND_LIMIT = 4096
+
+
+def compile(
+    head_dim: int = 128,
+    causal: bool = True,
+    *,
+    head_dim_v: int | None = None,
+    dtype: Any = "bfloat16",
+    layout: str = "bshd",
+    arch: str | None = None,
+    target: str = "auto",
+    deterministic: bool = False,
+) -> Kernel:
+    """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
+
+    head_dim, head_dim_v: multiples of 8 from 8 to 256; head_dim_v is head_dim where None.
+    causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q.
+    dtype: "bfloat16", "float16" or the torch dtype. layout: "bshd" (batch, seqlen, heads, head_dim) or "bhsd".
+    arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90" or "sm_120"; None is the current GPU's, or sm_80 without one.
+    target: "cuda", "interpret" (the CPU interpreter), or "auto": by where the arrays are.
+    deterministic: the backward repeats bit for bit, at the price of computing the scores twice.
+
+    Nothing is compiled by NVRTC before the first launch, or before `report` is read.
+    Raises ValueError or TypeError for arguments that are not supported.
+    """
+    for name, value in (("causal", causal), ("deterministic", deterministic)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} = {value!r} must be True or False")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout = {layout!r} is not known; use 'bshd' or 'bhsd'")
+    if target not in TARGETS:
+        raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
+    spec = Spec(head_dim, head_dim if head_dim_v is None else head_dim_v, parse_dtype(dtype), causal, deterministic)
+    return _kernel(spec, current_arch() if arch is None else parse_arch(arch), layout, target, arch is not None)
+
+
+@cache
+def _kernel(spec: Spec, arch: Arch, layout: str, target: str, pinned: bool) -> Kernel:
+    return Kernel(spec, arch, layout, target, pinned)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
+
+    q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
+    v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
+    CuPy or NumPy. causal: bottom-right aligned. scale: 1/sqrt(head_dim) where None.
+    Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
+    (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
+    """
+    library = library_of(q)
+    shape = getattr(v, "shape", ())
+    kernel = compile(
+        head_dim=q.shape[-1] if len(q.shape) else 0,
+        causal=causal,
+        head_dim_v=shape[-1] if len(shape) else None,
+        dtype=library.dtype_name(q),
+        layout=layout,
+    )
+    return kernel(q, k, v, scale=scale, return_lse=return_lse)
+
+
+@cache
+def current_arch() -> Arch:
+    """The record of the current GPU, or sm_80 where there is none."""
+    if not launch.gpu_available():
+        return parse_arch("sm_80")
+    return for_capability(*launch.compute_capability(launch.current_device()))
+
+
+@cache
+def programs(stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
+    """The programs of "forward" or "backward"; one object for each spec and chip in the process."""
+    debug.configure_logging()
+    made = build.forward(spec, arch) if stage == "forward" else build.backward(spec, arch)
+    return tuple(_program(stages) for stages in made)
+
+
+@cache
+def _program(stages: build.Stages) -> Program:
+    return Program(stages)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call's sizes, checked. Strides are (batch, head, row), in elements."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    strides: tuple[tuple[int, int, int], ...]
+
+    def scalars(self, scale: float) -> dict[str, int | float]:
+        return {
+            "batches": self.batch,
+            "heads": self.heads,
+            "heads_kv": self.heads_kv,
+            "group": self.heads // self.heads_kv,
+            "seqlen_q": self.seqlen_q,
+            "seqlen_k": self.seqlen_k,
+            "scale": scale,
+            "scale_log2": scale * LOG2_E,
+        }
+
+
+class Kernel:
+    """Attention for one spec on one chip. Call it with arrays; look at its stages through its properties."""
+
+    def __init__(self, spec: Spec, arch: Arch, layout: str, target: str, pinned: bool) -> None:
+        self.spec = spec
+        self.arch = arch
+        self.layout = layout
+        self.target = target
+        self._pinned = pinned
+        self._bound: dict[tuple, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"<flashgen kernel {self.spec} for {self.arch.name}, {self.layout}>"
+
+    @cached_property
+    def _stages(self) -> dict[str, build.Stages]:
+        return build.everything(self.spec, self.arch)
+
+    @property
+    def plan(self) -> Mapping[str, Plan]:
+        """The plan of each kernel, by name."""
+        return {name: stages.plan for name, stages in self._stages.items()}
+
+    @property
+    def ir(self) -> Mapping[str, str]:
+        """The TILE text of each kernel, by name."""
+        return {name: kernel_text(stages.tile) for name, stages in self._stages.items()}
+
+    @property
+    def machine_ir(self) -> Mapping[str, str]:
+        """The MACHINE text of each kernel, by name."""
+        return {name: kernel_text(stages.machine) for name, stages in self._stages.items()}
+
+    @property
+    def source(self) -> Mapping[str, str]:
+        """The CUDA text of each kernel, by name."""
+        return {name: stages.source.text for name, stages in self._stages.items()}
+
+    @property
+    def report(self) -> Mapping[str, KernelReport]:
+        """Registers, spills, shared memory and compile seconds of each kernel, by name; compiles with NVRTC."""
+        every = programs("forward", self.spec, self.arch) + programs("backward", self.spec, self.arch)
+        return {program.name: KernelReport.of(program) for program in every}
+
+    def explain(self) -> str:
+        """Why each plan is what it is: the choice, the ranking, the rejections."""
+        return "\n".join(plan.explain() for plan in self.plan.values())
+
+    def __call__(self, q: Any, k: Any, v: Any, *, scale: float | None = None, return_lse: bool = False) -> Any:
+        """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout."""
+        library = library_of(q)
+        if library.name == "torch":
+            from flashgen.integrations import torch_ops
+
+            if torch_ops.needs_autograd(q, k, v):
+                o, lse = torch_ops.attention(self, q, k, v, scale)
+                return (o, lse) if return_lse else o
+        o, lse = self.forward(q, k, v, scale=scale)
+        return (o, lse) if return_lse else o
+
+    def forward(self, q: Any, k: Any, v: Any, *, scale: float | None = None) -> tuple[Any, Any]:
+        """o and lse, without autograd."""
+        library = library_of(q)
+        bound = self._bind(library, "forward", (q, k, v), scale)
+        o = library.empty(bound.o_shape, q)
+        lse = library.empty(bound.lse_shape, q, float32=True)
+        if bound.launches is None:
+            interpret.forward(self._interpreted(bound), library, self.layout, bound, (q, k, v), (o, lse))
+            return o, lse
+        pointers = [library.pointer(array) for array in (q, k, v, o, lse)]
+        bound.launches[0].launch(pointers, library.stream(bound.device), bound.device)
+        return o, lse
+
+    def backward(
+        self, q: Any, k: Any, v: Any, o: Any, lse: Any, dout: Any, dlse: Any = None, *, scale: float | None = None
+    ) -> tuple[Any, Any, Any]:
+        """dq, dk, dv from the forward's inputs and outputs, the gradient of o, and (optionally) that of lse.
+
+        dout: like o. dlse: float32 (batch, heads, seqlen_q), or None for zero.
+        """
+        library = library_of(q)
+        dout = _contiguous_rows(library, dout)
+        bound = self._bind(library, "backward", (q, k, v, o, dout), scale)
+        dq, dk, dv = (library.empty(tuple(array.shape), q) for array in (q, k, v))
+        if dlse is None:
+            dlse = library.zeros(bound.lse_shape, q)
+        arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse, "dlse": library.contiguous(dlse)}
+        arrays |= {"dq": dq, "dk": dk, "dv": dv}
+        if bound.launches is None:
+            interpret.backward(self._interpreted(bound), library, self.layout, bound, arrays)
+            return dq, dk, dv
+        for name, shape in bound.workspaces.items():
+            arrays[name] = library.empty(shape, q, float32=True)
+        stream = library.stream(bound.device)
+        for launch_ in bound.launches:
+            launch_.launch([library.pointer(arrays[name]) for name in launch_.program.tensors], stream, bound.device)
+        return dq, dk, dv
+
+    def _interpreted(self, bound: Call) -> tuple[build.Stages, ...]:
+        return build.forward(self.spec, self.arch) + (build.backward(self.spec, self.arch) if bound.backward else ())
+
+    def _bind(self, library: Library, stage: str, arrays: tuple, scale: float | None) -> Call:
+        """The checked and bound call for arrays of these shapes, strides and alignment."""
+        pointers = 0
+        for array in arrays:
+            if library_of(array) is not library:
+                raise TypeError("q, k and v must be of one library; convert them")
+            pointers |= library.pointer(array)
+        key = (stage, pointers % 16 == 0, scale, library.name, debug.interpret())
+        key += tuple((array.shape, library.strides(array), array.dtype, library.device(array)) for array in arrays)
+        call = self._bound.get(key)
+        if call is None:
+            call = self._prepare(library, stage, arrays, scale, pointers % 16 == 0)
+            if len(self._bound) >= BOUND_LIMIT:
+                self._bound.clear()
+            self._bound[key] = call
+        return call
+
+    def _prepare(self, library: Library, stage: str, arrays: tuple, scale: float | None, aligned: bool) -> Call:
+        """Check everything, and bind the programs."""
+        problem = check(self, library, *arrays[:3])
+        scale = check_scale(scale, self.spec.head_dim)
+        device = library.device(arrays[0])
+        on_gpu = choose_target(self, device)
+        o_shape = self._shape(problem.batch, problem.seqlen_q, problem.heads, self.spec.head_dim_v)
+        lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
+        call = Call(problem, scale, o_shape, lse_shape, device or 0, stage == "backward")
+        if not on_gpu:
+            return call
+        assert device is not None
+        strides = [_row_strides(library.strides(array), self.layout) for array in arrays]
+        aligned = aligned and all(_aligned(array.shape, library.strides(array)) for array in arrays)
+        spec = replace(self.spec, aligned=aligned)
+        arch = self._arch_for(device)
+        call.launches = self._launches(stage, programs(stage, spec, arch), call, strides)
+        return call
+
+    def _launches(self, stage: str, made: tuple[Program, ...], call: Call, strides: list) -> tuple[Bound, ...]:
+        """Bind each program to the strides of its arrays, and note the workspaces."""
+        problem = call.problem
+        vector = (problem.heads * problem.seqlen_q, problem.seqlen_q)
+        known: dict[str, tuple[int, ...]] = dict(zip(("q", "k", "v"), strides, strict=False))
+        known |= {name: vector for name in ("lse", "dlse", "lse_log2", "delta")}
+        known["o"] = _row_strides(_contiguous(call.o_shape), self.layout)
+        if stage == "backward":
+            known["o"], known["dout"] = strides[3], strides[4]
+            for name, heads, seqlen, width in (
+                ("dq", problem.heads, problem.seqlen_q, self.spec.head_dim),
+                ("dk", problem.heads_kv, problem.seqlen_k, self.spec.head_dim),
+                ("dv", problem.heads_kv, problem.seqlen_k, self.spec.head_dim_v),
+            ):
+                shape = self._shape(problem.batch, seqlen, heads, width)
+                known[name] = _row_strides(_contiguous(shape), self.layout)
+            sizes = made[1].stages.plan.sizes
+            padded = -(-problem.seqlen_q // sizes["block_q"]) * sizes["block_q"]
+            width = sizes["head_dim"]
+            known["dq_workspace"] = (problem.heads * padded * width, padded * width, width)
+            call.workspaces = {name: call.lse_shape for name in ("lse_log2", "delta")}
+            if not self.spec.deterministic:
+                call.workspaces["dq_workspace"] = (problem.batch, problem.heads, padded, width)
+        scalars = problem.scalars(call.scale)
+        return tuple(program.bind(known, scalars) for program in made)
+
+    def _arch_for(self, device: int) -> Arch:
+        """The chip to compile for: the one asked for, where it runs on the device."""
+        major, minor = launch.compute_capability(device)
+        own = for_capability(major, minor)
+        if not self._pinned:
+            return own
+        if self.arch.capability[0] != major or self.arch.capability[1] > minor:
+            raise ValueError(f"arch = {self.arch.name} does not run on this GPU; use {own.name} or arch=None")
+        return self.arch
+
+    def _shape(self, batch: int, seqlen: int, heads: int, width: int) -> tuple[int, int, int, int]:
+        return (batch, seqlen, heads, width) if self.layout == "bshd" else (batch, heads, seqlen, width)
+
+
+@dataclass
+class Call:
+    """One shape of call, ready: on the GPU with its launches, on the interpreter with none."""
+
+    problem: Problem
+    scale: float
+    o_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    device: int
+    backward: bool
+    launches: tuple[Bound, ...] | None = None
+    workspaces: dict[str, tuple[int, ...]] | None = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What ptxas says of a kernel, and its dynamic shared memory in bytes."""
+
+    registers: int
+    spills: int
+    shared_memory: int
+    compile_seconds: float
+    cached: bool
+    compiler: Report
+
+    @classmethod
+    def of(cls, program: Program) -> KernelReport:
+        report = program.cubin.report
+        spills = report.spill_stores + report.spill_loads
+        shared = program.stages.plan.shared_bytes
+        return cls(report.registers, spills, shared, report.seconds, report.cached, report)
+
+
+def check(kernel: Kernel, library: Library, q: Any, k: Any, v: Any) -> Problem:
+    """The sizes of a call, or a ValueError that names the argument, the limit and what to do."""
+    spec, layout = kernel.spec, kernel.layout
+    for name, array in zip("qkv", (q, k, v), strict=True):
+        if len(array.shape) != 4:
+            raise ValueError(f"{name} has {len(array.shape)} dimensions; give it the four of layout {layout!r}")
+        if library.dtype_name(array) != spec.dtype.name:
+            found = library.dtype_name(array)
+            raise ValueError(f"{name} is {found} but this kernel takes {spec.dtype}; cast q, k and v to one 16-bit type")
+        if library.device(array) != library.device(q):
+            raise ValueError(f"{name} is on another device than q; move q, k and v to one")
+        if array.shape[3] > 1 and library.strides(array)[3] != 1:
+            raise ValueError(f"{name}'s last dimension is not contiguous; call .contiguous() on it")
+    seq, head = (1, 2) if layout == "bshd" else (2, 1)
+    for name, array, width in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.head_dim_v)):
+        if array.shape[3] != width:
+            raise ValueError(f"{name} has head_dim {array.shape[3]} but this kernel takes {width}; compile one for it")
+    for what, axis in (("batch", 0), ("seqlen_k", seq), ("heads_kv", head)):
+        if k.shape[axis] != v.shape[axis]:
+            raise ValueError(f"k and v disagree in {what}: {k.shape[axis]} and {v.shape[axis]}; give both the same")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k disagree in batch: {q.shape[0]} and {k.shape[0]}; give both the same")
+    heads, heads_kv = q.shape[head], k.shape[head]
+    if not heads_kv or not heads or heads % heads_kv:
+        raise ValueError(f"heads of q = {heads} must be a positive multiple of heads of k and v = {heads_kv}")
+    strides = tuple(_row_strides(library.strides(array), layout) for array in (q, k, v))
+    return Problem(q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], strides)
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The scale as a float; 1/sqrt(head_dim) where None."""
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a Python number, not {type(scale).__name__}; call .item() on a tensor")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale = {scale} must be positive and finite; negate q for a negative one")
+    return float(scale)
+
+
+def choose_target(kernel: Kernel, device: int | None) -> bool:
+    """True to launch on the GPU, False to interpret."""
+    if kernel.target == "cuda" and device is None:
+        raise ValueError("target = 'cuda' but q is on the host; move q, k and v to a GPU or use target='auto'")
+    return device is not None and kernel.target != "interpret" and not debug.interpret()
+
+
+def _row_strides(strides: tuple[int, ...], layout: str) -> tuple[int, int, int]:
+    """(batch, head, row) strides."""
+    return (strides[0], strides[2], strides[1]) if layout == "bshd" else (strides[0], strides[1], strides[2])
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+def _aligned(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """True where every row starts on a 16-byte boundary if the first does (elements of 2 bytes)."""
+    return all(size <= 1 or stride % 8 == 0 for size, stride in zip(shape[:3], strides[:3], strict=True))
+
+
+def _contiguous_rows(library: Library, array: Any) -> Any:
+    """A gradient as it comes, copied only where its rows are not contiguous or not aligned."""
+    strides = library.strides(array)
+    usable = strides[-1] == 1 and _aligned(array.shape, strides) and library.pointer(array) % 16 == 0
+    return array if usable else library.contiguous(array)

@@ -1,0 +1,108 @@
+"""The forward loop nest: one block of queries walks over the keys with the online softmax.
+
+With m the running row maximum, l the running denominator and o the unnormalised output (FlashAttention, algorithm 1):
+    m' = max(m, rowmax s)     p = exp(s - m')     l' = exp(m - m') l + rowsum p     o' = exp(m - m') o + p v
+The exponentials are taken in base 2 with scale * log2(e) folded into one multiply-add.
+"""
+
+from __future__ import annotations
+
+import math
+
+from flashgen.attention import parts
+from flashgen.attention.parts import BATCHES, BLOCK_KV, BLOCK_Q, GROUP, HEAD, HEAD_KV, HEADS, KV_BLOCK, KV_START
+from flashgen.attention.parts import Q_BLOCK, Q_START, SCALE_LOG2, SEQLEN_K, SEQLEN_Q
+from flashgen.ir.dtype import F32
+from flashgen.ir.expr import NEG_INF, Cast, Const, I, J, ceil_div, exp2, load, log, select
+from flashgen.ir.nodes import Axis, Buffer, Copy, Fill, For, Gemm, Kernel, Let, Level, Map, RowReduce, Scalar, Stmt
+from flashgen.spec import Spec
+
+NAME = "attention_forward"
+
+
+def forward(spec: Spec) -> Kernel:
+    """The forward kernel of a spec, at TILE level: o and the natural-log LSE of each row."""
+    return Kernel(
+        name=NAME,
+        level=Level.TILE,
+        scalars=(*parts.SIZES, Scalar("scale_log2", F32)),
+        axes=(
+            Axis("q_block", ceil_div(SEQLEN_Q, BLOCK_Q), longest_first=spec.causal),
+            Axis("head", HEADS),
+            Axis("batch", BATCHES),
+        ),
+        buffers=_buffers(spec),
+        body=(
+            Let("head_kv", HEAD // GROUP),
+            Let("q_start", Q_BLOCK * BLOCK_Q),
+            Copy("q_tile", parts.rows_of("q", HEAD, Q_START)),
+            Fill("o_acc", Const(0.0)),
+            Fill("row_max", NEG_INF),
+            Fill("row_sum", Const(0.0)),
+            Fill("offset", Const(0.0)),
+            For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), _step(spec)),
+            *_epilogue(spec),
+        ),
+    )
+
+
+def _buffers(spec: Spec) -> tuple[Buffer, ...]:
+    return (
+        parts.tensor("q", spec, "seqlen_q", "head_dim"),
+        parts.tensor("k", spec, "seqlen_k", "head_dim"),
+        parts.tensor("v", spec, "seqlen_k", "head_dim_v"),
+        parts.tensor("o", spec, "seqlen_q", "head_dim_v"),
+        parts.vector("lse"),
+        parts.shared("q_tile", spec, "block_q", "head_dim"),
+        parts.shared("k_tile", spec, "block_kv", "head_dim"),
+        parts.shared("v_tile", spec, "block_kv", "head_dim_v"),
+        parts.shared("o_tile", spec, "block_q", "head_dim_v"),
+        parts.register("s", "block_q", "block_kv"),
+        parts.register("p", "block_q", "block_kv"),
+        parts.register("p_operand", "block_q", "block_kv", dtype=spec.dtype),
+        parts.register("o_acc", "block_q", "head_dim_v"),
+        parts.register("o_out", "block_q", "head_dim_v", dtype=spec.dtype),
+        *(parts.register(name, "block_q") for name in ("row_max", "row_max_old", "offset", "rescale", "row_sum")),
+        *(parts.register(name, "block_q") for name in ("inverse", "lse_row")),
+    )
+
+
+def _step(spec: Spec) -> tuple[Stmt, ...]:
+    """One block of keys."""
+    return (
+        Let("kv_start", KV_BLOCK * BLOCK_KV),
+        Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
+        Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
+        Gemm("s", "q_tile", "k_tile", transpose_b=True),
+        Map("s", select(parts.visible(spec), load("s", I, J), NEG_INF), note="mask"),
+        Map("row_max_old", load("row_max", I)),
+        RowReduce("row_max", "max", "s"),
+        Map(
+            "offset",
+            select(load("row_max", I).equals(NEG_INF), Const(0.0), load("row_max", I) * SCALE_LOG2),
+            note="a row that has seen no key yet keeps exp2(-inf - 0) = 0 instead of NaN",
+        ),
+        Map("rescale", exp2(load("row_max_old", I) * SCALE_LOG2 - load("offset", I))),
+        Map("p", exp2(load("s", I, J) * SCALE_LOG2 - load("offset", I))),
+        Map("row_sum", load("row_sum", I) * load("rescale", I)),
+        RowReduce("row_sum", "sum", "p"),
+        Map("p_operand", Cast(spec.dtype, load("p", I, J))),
+        Map("o_acc", load("o_acc", I, J) * load("rescale", I)),
+        Gemm("o_acc", "p_operand", "v_tile", accumulate=True),
+    )
+
+
+def _epilogue(spec: Spec) -> tuple[Stmt, ...]:
+    """Normalise, and keep log(sum exp) of each row for the backward pass."""
+    empty = load("row_sum", I).equals(Const(0.0))
+    return (
+        Map("inverse", select(empty, Const(0.0), Const(1.0) / load("row_sum", I)), note="rows without keys give O = 0"),
+        Map(
+            "lse_row",
+            select(empty, NEG_INF, load("offset", I) * Const(math.log(2.0)) + log(load("row_sum", I))),
+        ),
+        Copy(parts.rows_of("lse", HEAD, Q_START), "lse_row"),
+        Map("o_out", Cast(spec.dtype, load("o_acc", I, J) * load("inverse", I))),
+        Copy("o_tile", "o_out"),
+        Copy(parts.rows_of("o", HEAD, Q_START), "o_tile"),
+    )

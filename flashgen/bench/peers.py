@@ -1,0 +1,246 @@
+"""Who is timed: flashgen, and what a user could pick instead.
+
+A peer is a small object. The harness hands every peer views of the same (batch, seqlen, heads, head_dim) storage:
+`adapt` turns such a tensor into the view that the peer wants (no copy), `restore` turns a result back, and `bind`
+gives the function q, k, v -> o for one cell. Only what `bind` returns is timed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from flashgen.bench.grid import Cell
+
+Attend = Callable[[Any, Any, Any], Any]
+
+
+class Peer:
+    """One implementation of exact attention.
+
+    `name` is the key in tables and files; `default` says whether it is timed when nobody asks for it by name;
+    `backward` whether it has gradients; `max_head_dim` the largest head dim that it takes.
+    """
+
+    name = ""
+    title = ""
+    default = True
+    backward = True
+    max_head_dim = 256
+
+    def version(self) -> str:
+        """The version of the package that holds the kernels."""
+        raise NotImplementedError
+
+    def available(self) -> str:
+        """Empty if the peer can run here, else the reason in one sentence."""
+        raise NotImplementedError
+
+    def supports(self, cell: Cell) -> str:
+        """Empty if the peer can compute this cell, else the reason in a few words."""
+        if cell.direction == "bwd" and not self.backward:
+            return "forward only"
+        if cell.head_dim > self.max_head_dim:
+            return f"head_dim at most {self.max_head_dim}"
+        return ""
+
+    def adapt(self, tensor: Any) -> Any:
+        """A view, in the peer's layout, of a (batch, seqlen, heads, head_dim) tensor."""
+        return tensor
+
+    def restore(self, tensor: Any) -> Any:
+        """A (batch, seqlen, heads, head_dim) view of a tensor in the peer's layout."""
+        return tensor
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What has to be entered around calls of the bound function; entered outside of the timed part."""
+        return nullcontext()
+
+    def bind(self, cell: Cell) -> Attend:
+        """The function q, k, v -> o of one cell, in the peer's layout, with scale 1/sqrt(head_dim)."""
+        raise NotImplementedError
+
+    def forward(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
+        """o of (batch, seqlen, heads, head_dim) tensors, in the same layout: one call, with nothing timed."""
+        attend = self.bind(Cell("fwd", q.shape[-1], causal, q.shape[1]))
+        with self.context():
+            return self.restore(attend(self.adapt(q), self.adapt(k), self.adapt(v)))
+
+
+class Flashgen(Peer):
+    """This project, through the call that a user writes."""
+
+    name = "flashgen"
+    title = "flashgen"
+
+    def version(self) -> str:
+        return _version("flashgen")
+
+    def available(self) -> str:
+        return _importable("cupy") or _importable("flashgen")
+
+    def bind(self, cell: Cell) -> Attend:
+        attend, causal = importlib.import_module("flashgen").attention, cell.causal
+        return lambda q, k, v: attend(q, k, v, causal=causal)
+
+
+class _HeadsFirst(Peer):
+    """A peer whose tensors are (batch, heads, seqlen, head_dim): it gets transposed views of the common storage."""
+
+    def adapt(self, tensor: Any) -> Any:
+        return tensor.transpose(1, 2)
+
+    def restore(self, tensor: Any) -> Any:
+        return tensor.transpose(1, 2)
+
+
+class Sdpa(_HeadsFirst):
+    """One backend of torch.nn.functional.scaled_dot_product_attention, alone."""
+
+    def __init__(self, name: str, title: str, backend: str) -> None:
+        self.name, self.title, self.backend = name, title, backend
+
+    def version(self) -> str:
+        torch = importlib.import_module("torch")
+        if self.backend != "CUDNN_ATTENTION":
+            return f"torch {torch.__version__}"
+        number = torch.backends.cudnn.version() or 0
+        return f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}, torch {torch.__version__}"
+
+    def available(self) -> str:
+        missing = _importable("torch")
+        if missing:
+            return missing
+        torch = importlib.import_module("torch")
+        if self.backend == "CUDNN_ATTENTION":
+            return "" if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
+        built = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        return "" if built() else "this torch is built without FlashAttention"
+
+    def context(self) -> AbstractContextManager[Any]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(getattr(SDPBackend, self.backend))
+
+    def bind(self, cell: Cell) -> Attend:
+        from torch.nn.functional import scaled_dot_product_attention as attend
+
+        causal = cell.causal
+        return lambda q, k, v: attend(q, k, v, is_causal=causal)
+
+
+class Flex(_HeadsFirst):
+    """torch.nn.attention.flex_attention, compiled; off by default: it compiles for seconds a shape."""
+
+    name = "flex"
+    title = "flex attention"
+    default = False
+
+    def version(self) -> str:
+        return f"torch {_version('torch')}, triton {_version('triton')}"
+
+    def available(self) -> str:
+        return _importable("torch") or _importable("triton")
+
+    def bind(self, cell: Cell) -> Attend:
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        torch._dynamo.reset()  # a fresh compile a cell, or the limit on recompiles sends it to the slow path
+        compiled = torch.compile(flex_attention, dynamic=False)
+        mask = None
+        if cell.causal:
+            length, device = cell.seqlen, "cuda" if torch.cuda.is_available() else "cpu"
+            mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, length, length, device=device)
+        return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+class _FlashAttn(Peer):
+    """A package of the FlashAttention authors: `flash_attn_func(q, k, v, causal=)`, which may return (o, lse)."""
+
+    module = ""
+    package = ""
+
+    def version(self) -> str:
+        return f"{self.package} {_version(self.package)}"
+
+    def available(self) -> str:
+        return _importable(self.module, self.package)
+
+    def bind(self, cell: Cell) -> Attend:
+        attend, causal = importlib.import_module(self.module).flash_attn_func, cell.causal
+
+        def call(q: Any, k: Any, v: Any) -> Any:
+            result = attend(q, k, v, causal=causal)
+            return result[0] if isinstance(result, (tuple, list)) else result
+
+        return call
+
+
+class Fa3(_FlashAttn):
+    """FlashAttention-3 from the package fa3-fwd, which has the forward alone."""
+
+    name, title, backward = "fa3", "FlashAttention-3", False
+    module, package = "fa3_fwd_interface", "fa3-fwd"
+
+
+class Fa4(_FlashAttn):
+    """FlashAttention-4, in the CUTLASS Python language."""
+
+    name, title = "fa4", "FlashAttention-4"
+    module, package = "flash_attn.cute", "flash-attn-4"
+
+
+def roster() -> list[Peer]:
+    """Every peer that the harness knows, flashgen first."""
+    return [
+        Flashgen(),
+        Sdpa("fa2", "FlashAttention-2", "FLASH_ATTENTION"),
+        Sdpa("cudnn", "cuDNN", "CUDNN_ATTENTION"),
+        Flex(),
+        Fa3(),
+        Fa4(),
+    ]
+
+
+def choose(names: Sequence[str] | None = None) -> tuple[list[Peer], dict[str, str]]:
+    """The peers to time, and for each that was wanted but cannot run here the reason.
+
+    Without `names`: all that are installed and on by default.
+    """
+    known = {peer.name: peer for peer in roster()}
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ValueError(f"unknown peer {unknown[0]!r}: choose from {', '.join(known)}")
+    wanted = [peer for peer in known.values() if (peer.name in names if names else peer.default)]
+    reasons = {peer.name: peer.available() for peer in wanted}
+    return [peer for peer in wanted if not reasons[peer.name]], {name: why for name, why in reasons.items() if why}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(importlib.import_module(package.replace("-", "_")), "__version__", "unknown"))
+
+
+def _importable(module: str, package: str | None = None) -> str:
+    """Empty if the module can be imported, else the reason."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        wanted = error.name == module or module.startswith(f"{error.name}.")
+        return f"{package or module} is not installed" if wanted else f"{module} needs {error.name}"
+    except Exception as error:  # a broken peer must not stop the others
+        return f"{module} cannot be imported ({type(error).__name__}: {first_line(error)})"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 200 characters."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

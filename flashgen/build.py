@@ -1,0 +1,83 @@
+"""The pipeline as one straight line: from a spec to the CUDA of each of its kernels. Nothing is compiled here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from flashgen import debug, lower
+from flashgen.attention import backward as backward_nests
+from flashgen.attention import forward as forward_nest
+from flashgen.emit.cuda import cuda
+from flashgen.emit.source import Source
+from flashgen.ir.nodes import Kernel
+from flashgen.ir.printer import kernel_text
+from flashgen.plan import planner
+from flashgen.plan.arch import TOY, Arch
+from flashgen.plan.plan import Plan
+from flashgen.spec import Spec
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Every stage of one kernel."""
+
+    tile: Kernel
+    plan: Plan
+    machine: Kernel
+    source: Source
+
+
+def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
+    """The forward's one kernel."""
+    return (_forward(spec.forward(), arch),)
+
+
+@cache
+def _forward(spec: Spec, arch: Arch) -> Stages:
+    kernel = forward_nest.forward(spec)
+    return _finish(kernel, planner.plan(kernel, spec, arch), spec)
+
+
+@cache
+def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
+    """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq."""
+    nest = backward_nests.backward(spec)
+    main = planner.plan(nest, spec, arch)
+
+    def follow(make: Callable[[Spec], Kernel]) -> Stages:
+        kernel = make(spec)
+        return _finish(kernel, planner.plan_like(kernel, spec, arch, main), spec)
+
+    if spec.deterministic:
+        dq_nest = backward_nests.backward_dq(spec)
+        last = _finish(dq_nest, planner.plan(dq_nest, spec, arch), spec)
+    else:
+        last = follow(backward_nests.convert_dq)
+    return follow(backward_nests.delta), _finish(nest, main, spec), last
+
+
+def everything(spec: Spec, arch: Arch) -> dict[str, Stages]:
+    """All kernels of a spec by name, in the order of their launches."""
+    return {stages.tile.name: stages for stages in (*forward(spec, arch), *backward(spec, arch))}
+
+
+def _finish(kernel: Kernel, plan: Plan, spec: Spec) -> Stages:
+    """Lower and emit, showing each stage where asked."""
+    watching = debug.watching()
+    if watching:
+        debug.show(3, "tile", kernel.name, kernel_text(kernel))
+        debug.show(2, "plan", kernel.name, plan.explain())
+    last = [kernel]
+
+    def watch(name: str, after: Kernel) -> None:
+        if watching and after != last[0]:
+            debug.show(3, "ir", f"{kernel.name}-{name}", kernel_text(after))
+        last[0] = after
+
+    machine = lower.run(kernel, plan, watch)
+    source = cuda(machine, plan, spec) if plan.arch != TOY else Source(kernel.name, "", ())
+    if watching:
+        debug.show(4, "cu", kernel.name, source.text)
+    return Stages(kernel, plan, machine, source)

@@ -1,0 +1,1 @@
+"""From MACHINE IR to CUDA text."""

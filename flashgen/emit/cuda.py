@@ -1,0 +1,165 @@
+"""Emission: a verified MACHINE kernel becomes CUDA text that reads like the algorithm."""
+
+from __future__ import annotations
+
+from flashgen.emit.env import environment, header
+from flashgen.emit.source import Source
+from flashgen.emit.view import Fields, Names, camel, statement
+from flashgen.ir.dtype import DType
+from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Note, Space, Stmt
+from flashgen.ir.visit import Body
+from flashgen.plan.plan import Plan
+from flashgen.spec import Spec
+
+STRUCTURE = {For: "for_loop", If: "if_block", Let: "let", Note: "only_note"}
+
+
+def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
+    """The CUDA of one kernel. The text depends on its arguments alone: no time, no path, no order of a set."""
+    names = Names(kernel, plan)
+    family = plan.arch.family
+    text = environment().get_template("kernel.cu.jinja").render(
+        kernel=kernel,
+        spec=spec,
+        plan=plan,
+        plan_lines=plan.text().splitlines(),
+        family=family,
+        grid=_grid(kernel, names),
+        constants=_constants(kernel, plan, spec),
+        tensors=_tensors(kernel),
+        scalars=[{"type": scalar.dtype.cuda, "name": scalar.name} for scalar in kernel.scalars],
+        shared=_shared(kernel, plan),
+        fragments=_fragments(kernel, names),
+        registers=_registers(kernel, names),
+        body=_body(kernel.body, names),
+    )
+    headers = tuple((f"flashgen/{name}.cuh", header(f"{name}.cuh")) for name in ("common", family))
+    return Source(kernel.name, indent(text), headers)
+
+
+def _body(body: Body, names: Names) -> str:
+    return "".join(_render(stmt, names) for stmt in body)
+
+
+def _render(stmt: Stmt, names: Names) -> str:
+    """One statement through its macro."""
+    name = STRUCTURE.get(type(stmt)) or stmt.NAME  # type: ignore[attr-defined]
+    module = environment().get_template(f"stmt/{getattr(stmt, 'FAMILY', 'common')}.jinja").module
+    view = statement(stmt, names, _body(getattr(stmt, "body", ()), names))
+    remark = environment().get_template("stmt/common.jinja").module.remark(view)  # type: ignore[attr-defined]
+    return f"{remark}{getattr(module, name)(view)}"
+
+
+def _grid(kernel: Kernel, names: Names) -> list[Fields]:
+    """The grid axes, the first running fastest; each divides what is left of the block index."""
+    rest = "blockIdx.x"
+    axes: list[Fields] = []
+    for position, axis in enumerate(kernel.axes):
+        count = f"{axis.name}_count"
+        last = position == len(kernel.axes) - 1
+        index = rest if last else f"{rest} % {count}"
+        if axis.longest_first:
+            index = f"{count} - 1 - {index}"
+        axes.append({"name": axis.name, "count": count, "extent": names.uniform(axis.extent), "index": index, "last": last})
+        rest = f"{rest} / {count}"
+    return axes
+
+
+def _constants(kernel: Kernel, plan: Plan, spec: Spec) -> list[Fields]:
+    """Every number of the kernel, once."""
+    numbers = [("THREADS", plan.threads, f"{plan.warps} warps"), ("MIN_BLOCKS", plan.min_blocks, "blocks a multiprocessor")]
+    numbers += [(name.upper(), size, "") for name, size in plan.dims]
+    true = {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v}
+    used = {dim for buffer in kernel.buffers for dim in buffer.shape}
+    numbers += [(f"TRUE_{name.upper()}", size, "before padding") for name, size in true.items() if name in used]
+    if "head_dim" in used and "head_dim" not in plan.sizes:
+        raise ValueError(f"{kernel.name}: head_dim is used by a tensor but by no tile")
+    vector = 4 if plan.arch.vector_reductions else 1
+    numbers += [("REDUCTION_WIDTH", vector, "floats in one atomic addition")] * any(b.layout_of for b in kernel.buffers)
+    return [{"name": name, "value": value, "note": note} for name, value, note in numbers]
+
+
+def _tensors(kernel: Kernel) -> list[Fields]:
+    """Global arrays as members of the argument struct, in the order in which the launcher packs them."""
+    return [
+        {
+            "name": buffer.name,
+            "kind": "Tensor" if len(buffer.shape) == 4 else "Vector",
+            "type": _element(buffer.dtype),
+            "shape": ", ".join(buffer.shape),
+        }
+        for buffer in kernel.buffers
+        if buffer.space is Space.GLOBAL
+    ]
+
+
+def _element(dtype: DType) -> str:
+    return "element" if dtype.bytes == 2 else dtype.cuda
+
+
+def _shared(kernel: Kernel, plan: Plan) -> list[Fields]:
+    result: list[Fields] = []
+    for place in plan.shared:
+        buffer = kernel.buffer(place.buffer)
+        tile = len(buffer.shape) == 2
+        result.append(
+            {
+                "name": buffer.name,
+                "type": camel(buffer.name),
+                "is_tile": tile,
+                "shape": ", ".join(dim.upper() for dim in buffer.shape),
+                "row_bytes": place.row_bytes,
+                "offset": place.offset,
+                "constant": f"{buffer.name.upper()}_OFFSET",
+            }
+        )
+    return result
+
+
+def _fragments(kernel: Kernel, names: Names) -> list[Fields]:
+    """Layout types, each once."""
+    seen: dict[str, Fields] = {}
+    for buffer in kernel.buffers:
+        if buffer.space is Space.REGISTER and len(buffer.shape) == 2:
+            kind = names.fragments[buffer.name]
+            assert buffer.warps is not None
+            shape = ", ".join(dim.upper() for dim in buffer.shape)
+            seen.setdefault(kind, {"type": kind, "shape": shape, "warps": f"{buffer.warps[0]}, {buffer.warps[1]}"})
+    return list(seen.values())
+
+
+def _registers(kernel: Kernel, names: Names) -> list[Fields]:
+    return [_register(buffer, names) for buffer in kernel.buffers if buffer.space is Space.REGISTER and _used(kernel, buffer)]
+
+
+def _used(kernel: Kernel, buffer: Buffer) -> bool:
+    """False for a tile that only names the order of a global accumulator."""
+    from flashgen.ir.graph import access
+
+    touched = [access(stmt) for stmt in kernel.body]
+    return any(buffer.name in item.writes | item.reads for item in touched)
+
+
+def _register(buffer: Buffer, names: Names) -> Fields:
+    kind = names.fragments[buffer.name]
+    if len(buffer.shape) == 1:
+        return {"declaration": f"float {buffer.name}[{kind}::ROWS];"}
+    if buffer.dtype.bytes == 2:
+        return {"declaration": f"uint32 {buffer.name}[{kind}::ROWS][{kind}::PAIRS];"}
+    return {"declaration": f"float {buffer.name}[{kind}::ROWS][{kind}::COLS];"}
+
+
+def indent(text: str) -> str:
+    """The text with two spaces for each open brace, and no more than one empty line in a row."""
+    lines: list[str] = []
+    depth = 0
+    for raw in text.splitlines():
+        line = raw.strip()
+        if not line and (not lines or not lines[-1]):
+            continue
+        code = line.split("//")[0]
+        opened, closed = code.count("{"), code.count("}")
+        outdent = 1 if code.startswith("}") else 0
+        lines.append(("  " * (depth - outdent) + line) if line else "")
+        depth += opened - closed
+    return "\n".join(lines) + "\n"

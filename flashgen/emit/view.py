@@ -1,0 +1,157 @@
+"""View models: what a macro is handed for one statement, with every name already spelled."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from flashgen.emit.cexpr import c_text
+from flashgen.ir.expr import I, J, Const, Expr, Load
+from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
+from flashgen.machine.sm80 import MmaSync
+from flashgen.plan.plan import Plan
+
+Fields = dict[str, object]
+
+
+def camel(name: str) -> str:
+    """q_tile -> QTile."""
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+class Names:
+    """How the names of one kernel are spelled in its CUDA."""
+
+    def __init__(self, kernel: Kernel, plan: Plan) -> None:
+        self.kernel = kernel
+        self.dims = {name for name, _ in plan.dims}
+        self.scalars = {scalar.name for scalar in kernel.scalars}
+        self.fragments = self._fragments()
+
+    def _fragments(self) -> dict[str, str]:
+        """Register buffer -> the type of its layout; tiles of one shape and division share the first one's name."""
+        names: dict[tuple, str] = {}
+        result = {}
+        for buffer in self.kernel.buffers:
+            if buffer.space is Space.REGISTER and len(buffer.shape) == 2:
+                result[buffer.name] = names.setdefault((buffer.shape, buffer.warps), camel(buffer.name))
+        rows = {(shape[0], warps[0]): name for (shape, warps), name in reversed(names.items())}
+        for buffer in self.kernel.buffers:
+            if buffer.space is Space.REGISTER and len(buffer.shape) == 1:
+                assert buffer.warps is not None
+                result[buffer.name] = rows[buffer.shape[0], buffer.warps[0]]
+        return result
+
+    def variable(self, name: str) -> str:
+        """A dimension is a constant of the kernel, a scalar one of its arguments, anything else a local."""
+        if name in self.dims:
+            return name.upper()
+        return f"args.{name}" if name in self.scalars else name
+
+    def uniform(self, expr: Expr) -> str:
+        return c_text(expr, self.variable)
+
+    def place(self, place: Place) -> str:
+        """Registers by name, a stage of shared memory by address, a window by the address of its first element."""
+        if isinstance(place, str):
+            return place
+        if isinstance(place, Window):
+            return f"args.{place.buffer}.at({', '.join(self.uniform(index) for index in place.origin)})"
+        buffer = self.kernel.buffer(place.buffer)
+        if place.stage == Const(0):
+            return place.buffer
+        size = f"{camel(buffer.name)}::BYTES" if len(buffer.shape) == 2 else buffer.shape[0].upper()
+        return f"{place.buffer} + {c_text(place.stage, self.variable, parent=6)} * {size}"
+
+    def element(self, expr: Expr, dst: Buffer, column: str = "j") -> str:
+        """The expression for the element (i, column) of this thread's part of a register buffer."""
+        fragment = self.fragments[dst.name]
+        spelled = {"i": f"{fragment}::row(i)", "j": f"{fragment}::col({column})"}
+        return c_text(expr, lambda name: spelled.get(name) or self.variable(name), lambda load: self._load(load, fragment, column))
+
+    def _load(self, load: Load, fragment: str, column: str) -> str:
+        buffer = self.kernel.buffer(load.buffer)
+        if buffer.space is Space.REGISTER:
+            indices = {I: "i", J: column}
+            return load.buffer + "".join(f"[{indices[index]}]" for index in load.index)  # type: ignore[index]
+        coordinates = {I: f"{fragment}::row(i)", J: f"{fragment}::col({column})"}
+        if len(buffer.shape) == 2:
+            row, col = (coordinates[index] for index in load.index)  # type: ignore[index]
+            return f"{camel(buffer.name)}::at<element>({buffer.name}, {row}, {col})"
+        *stage, index = load.index
+        start = f"{c_text(stage[0], self.variable, parent=6)} * {buffer.shape[0].upper()} + " if stage else ""
+        return f"{buffer.name}[{start}{coordinates[index]}]"  # type: ignore[index]
+
+    def rows_left(self, window: Window) -> str:
+        """Rows of the tensor from the window's first one on: what a copy may touch."""
+        limit = self.kernel.buffer(window.buffer).shape[2]
+        start = c_text(window.origin[2], self.variable, parent=6)
+        return f"args.{limit} - {start}"
+
+
+def statement(stmt: Stmt, names: Names, body: str) -> Fields:
+    """The fields of one statement, spelled; `body` is the text of its inner statements."""
+    view: Fields = {"note": stmt.note, "body": body}
+    if isinstance(stmt, For):
+        return view | {"axis": stmt.axis, "start": names.uniform(stmt.start), "stop": names.uniform(stmt.stop)}
+    if isinstance(stmt, If):
+        return view | {"condition": names.uniform(stmt.condition)}
+    if isinstance(stmt, Let):
+        return view | {"name": stmt.name, "value": names.uniform(stmt.value)}
+    if isinstance(stmt, MmaSync):
+        view |= _product(stmt, names)
+    for item in fields(stmt):
+        value = getattr(stmt, item.name)
+        if isinstance(value, Window):
+            view |= _window(value, item.name, names)
+        elif isinstance(value, str) and item.name in ("dst", "src", "acc", "a") or isinstance(value, Tile):
+            view |= _on_chip(value, item.name, names)
+        elif isinstance(value, Expr):
+            view |= _expression(value, stmt, names)
+        elif item.name != "note":
+            view[item.name] = value
+    return view
+
+
+def _product(stmt: MmaSync, names: Names) -> Fields:
+    """The device function of a matrix product and its template arguments."""
+    flag = {True: "true", False: "false"}
+    acc, b = names.fragments[stmt.acc], camel(stmt.b.buffer)
+    if isinstance(stmt.a, Tile):
+        a = f"{camel(stmt.a.buffer)}, {flag[stmt.transpose_a]}"
+        return {"product": "multiply_shared", "types": f"{acc}, {a}, {b}, {flag[stmt.transpose_b]}"}
+    return {"product": "multiply_packed", "types": f"{acc}, {b}, {flag[stmt.transpose_b]}"}
+
+
+def _window(window: Window, field: str, names: Names) -> Fields:
+    buffer = names.kernel.buffer(window.buffer)
+    spelled: Fields = {field: names.place(window)}
+    if buffer.layout_of:
+        shape = names.kernel.buffer(buffer.layout_of).shape
+        return spelled | {"size": " * ".join(dim.upper() for dim in shape)}
+    spelled |= {"rows": names.rows_left(window)}
+    if len(names.kernel.buffer(window.buffer).shape) == 4:
+        spelled |= {"row_stride": f"args.{window.buffer}.row_stride"}
+        spelled |= {"true_cols": f"TRUE_{names.kernel.buffer(window.buffer).shape[3].upper()}"}
+    return spelled
+
+
+def _on_chip(place: Place, field: str, names: Names) -> Fields:
+    buffer = names.kernel.buffer(place if isinstance(place, str) else place.buffer)
+    in_registers = buffer.space is Space.REGISTER
+    kind = names.fragments[buffer.name] if in_registers else camel(buffer.name)
+    return {
+        field: names.place(place),
+        f"{field}_type": kind,
+        f"{field}_length": buffer.shape[0].upper(),
+        f"{field}_is_register": in_registers,
+        f"{field}_is_tile": len(buffer.shape) == 2,
+    }
+
+
+def _expression(value: Expr, stmt: Stmt, names: Names) -> Fields:
+    dst = names.kernel.buffer(stmt.dst)  # type: ignore[attr-defined]
+    return {
+        "expr": names.element(value, dst),
+        "even": names.element(value, dst, "2 * j"),
+        "odd": names.element(value, dst, "2 * j + 1"),
+    }

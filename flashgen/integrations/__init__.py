@@ -1,0 +1,1 @@
+"""flashgen inside other libraries."""

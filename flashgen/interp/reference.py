@@ -1,0 +1,99 @@
+"""Dense exact attention in NumPy float64, forward and backward: the oracle for numbers.
+
+Every array is BSHD: q is (batch, seqlen_q, heads_q, head_dim), k is (batch, seqlen_k, heads_kv, head_dim),
+v is (batch, seqlen_k, heads_kv, head_dim_v); the LSE is (batch, heads_q, seqlen_q). Query head h reads the
+key and value head h // (heads_q // heads_kv). With s = scale * q k^T, masked entries at -inf:
+
+    lse_i = log sum_j exp(s_ij)        p_ij = exp(s_ij - lse_i)        o_i = sum_j p_ij v_j
+
+The backward is that of Dao, "FlashAttention-2" (arXiv:2307.08691), section 3.1.2, with one more term because
+d lse_i / d s_ij = p_ij: the gradient of the LSE adds to dP - delta.
+
+    dv_j = sum_i p_ij do_i     dp_ij = do_i . v_j     delta_i = sum_j p_ij dp_ij (= do_i . o_i)
+    ds_ij = p_ij (dp_ij - delta_i + dlse_i)     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i
+
+A row in which every key is masked gives o = 0 and lse = -inf, and adds nothing to any gradient.
+"""
+
+import math
+
+import numpy as np
+
+
+def forward(q, k, v, *, causal=False, scale=None):
+    """(o, lse): o (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), both float64."""
+    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale)
+    return _ungroup(p @ v_heads), _rows(lse)
+
+
+def backward(q, k, v, do, dlse=None, *, causal=False, scale=None):
+    """(dq, dk, dv) in float64, shaped as q, k and v.
+
+    do is (batch, seqlen_q, heads_q, head_dim_v). dlse, the gradient of the LSE, is (batch, heads_q, seqlen_q) or
+    None for zero; where a row is masked entirely its value is ignored, as that of do is.
+    """
+    q_heads, k_heads, v_heads, p, lse, scale = _probabilities(q, k, v, causal, scale)
+    attends = np.isfinite(lse)
+    do_heads = np.where(attends, _group(do, k.shape[2]), 0.0)
+    dp = do_heads @ _swap(v_heads)
+    delta = np.sum(p * dp, axis=-1, keepdims=True)
+    dlse_rows = 0.0 if dlse is None else np.where(attends, np.asarray(dlse, np.float64).reshape(lse.shape), 0.0)
+    ds = p * (dp - delta + dlse_rows)
+    dq = _ungroup(ds @ k_heads) * scale
+    dk = _over_group(_swap(ds) @ q_heads) * scale
+    dv = _over_group(_swap(p) @ do_heads)
+    return dq, dk, dv
+
+
+def causal_mask(seqlen_q, seqlen_k):
+    """Boolean (seqlen_q, seqlen_k): query i sees key j where j <= i + seqlen_k - seqlen_q, aligned bottom-right.
+
+    The last query sees every key; where seqlen_q > seqlen_k the first seqlen_q - seqlen_k queries see none.
+    """
+    return np.arange(seqlen_k)[None, :] <= np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
+
+
+def _probabilities(q, k, v, causal, scale):
+    """q, k, v by `_group`, p (batch, heads_kv, group, seqlen_q, seqlen_k), lse (..., seqlen_q, 1) and the scale."""
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    heads_kv = k.shape[2]
+    q_heads, k_heads, v_heads = (_group(x, heads_kv) for x in (q, k, v))
+    s = (q_heads @ _swap(k_heads)) * scale
+    if causal:
+        s = np.where(causal_mask(q.shape[1], k.shape[1]), s, -np.inf)
+    row_max = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+    row_max = np.where(np.isfinite(row_max), row_max, 0.0)  # -inf - -inf would be NaN in a row of masked scores
+    p = np.exp(s - row_max)
+    row_sum = np.sum(p, axis=-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = row_max + np.log(row_sum)
+    return q_heads, k_heads, v_heads, p / np.where(row_sum > 0.0, row_sum, 1.0), lse, scale
+
+
+def _group(x, heads_kv):
+    """(batch, seqlen, heads, dim) -> float64 (batch, heads_kv, heads / heads_kv, seqlen, dim)."""
+    batch, seqlen, heads, dim = x.shape
+    grouped = np.asarray(x, np.float64).reshape(batch, seqlen, heads_kv, heads // heads_kv, dim)
+    return grouped.transpose(0, 2, 3, 1, 4)
+
+
+def _ungroup(x):
+    """(batch, heads_kv, group, seqlen, dim) -> (batch, seqlen, heads_kv * group, dim)."""
+    batch, heads_kv, group, seqlen, dim = x.shape
+    return np.ascontiguousarray(x.transpose(0, 3, 1, 2, 4)).reshape(batch, seqlen, heads_kv * group, dim)
+
+
+def _over_group(x):
+    """(batch, heads_kv, group, seqlen, dim) -> (batch, seqlen, heads_kv, dim), summed over the group of query heads."""
+    return np.ascontiguousarray(x.sum(axis=2).transpose(0, 2, 1, 3))
+
+
+def _rows(lse):
+    """(batch, heads_kv, group, seqlen_q, 1) -> (batch, heads_q, seqlen_q)."""
+    batch, heads_kv, group, seqlen, _ = lse.shape
+    return lse.reshape(batch, heads_kv * group, seqlen)
+
+
+def _swap(x):
+    """The transpose of each matrix of a stack."""
+    return np.swapaxes(x, -1, -2)

@@ -1,0 +1,250 @@
+"""The grammar of the IR.
+
+    kernel  = Kernel(name, level, scalars*, axes*, buffers*, body*)
+    scalar  = Scalar(name, dtype)                          a run-time argument: seqlen_q, group, scale_log2 ...
+    buffer  = Buffer(name, shape, dtype, space, ...)       space = GLOBAL | SHARED | REGISTER
+    axis    = Axis(name, extent, longest_first)            one grid axis; loops name their axis in For
+    window  = Window(buffer, origin)                       a tile of a global tensor (batch, head, row[, column])
+    tile    = Tile(buffer, stage)                          one stage of a shared buffer
+    stmt    = For | If | Let | Note                        both levels
+            | Copy | Fill | Gemm | Map | RowReduce | Accumulate     TILE
+            | the statements of flashgen/machine           MACHINE
+
+Shapes are written in dimensions with names ("block_q", "head_dim"); the plan gives them numbers, and the emitted CUDA
+keeps the names. Rows of a window past the end of its tensor read as zero and are not written; so are columns between
+the true and the padded head_dim. Every statement has a `note`: the reason, printed as the comment in the CUDA.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Union
+
+from flashgen.ir.dtype import DType
+from flashgen.ir.expr import Const, Expr, Load, walk
+
+
+class Space(enum.Enum):
+    """Where a buffer lives."""
+
+    GLOBAL = "global"
+    SHARED = "shared"
+    REGISTER = "register"
+
+
+@dataclass(frozen=True)
+class Scalar:
+    name: str
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A grid axis with its extent; `longest_first` walks it from the far end (causal tiles there are the longest)."""
+
+    name: str
+    extent: Expr
+    longest_first: bool = False
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A named array.
+
+    `stages`: how many copies of a shared buffer are in flight. `warps`: how the rows and columns of a register
+    tile are divided among the warps (rows, columns). `fragment_order`: a global accumulator that is kept in the
+    order of the register tile that is added to it, `layout_of` that tile's name.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    dtype: DType
+    space: Space
+    stages: int = 1
+    warps: tuple[int, int] | None = None
+    layout_of: str = ""
+
+
+@dataclass(frozen=True)
+class Window:
+    buffer: str
+    origin: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Tile:
+    buffer: str
+    stage: Expr = Const(0)
+
+
+Place = Union[str, Window, Tile]
+
+
+@dataclass(frozen=True)
+class Stmt:
+    """Base of the statements; subclasses name the fields that they write and read."""
+
+    note: str = field(default="", kw_only=True)
+
+    WRITES = ()
+    READS = ()
+
+    def writes(self) -> tuple[Place, ...]:
+        """Places written, in field order."""
+        return tuple(getattr(self, name) for name in self.WRITES)
+
+    def reads(self) -> tuple[Place, ...]:
+        """Places read: operand fields, then buffers loaded in expressions."""
+        places = [getattr(self, name) for name in self.READS]
+        for expr in self.expressions():
+            places += [node.buffer for node in walk(expr) if isinstance(node, Load)]
+        return tuple(dict.fromkeys(places))
+
+    def expressions(self) -> Iterator[Expr]:
+        """Expressions in the fields, those of windows and tiles included."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Expr):
+                yield value
+            elif isinstance(value, Window):
+                yield from value.origin
+            elif isinstance(value, Tile):
+                yield value.stage
+
+
+@dataclass(frozen=True)
+class For(Stmt):
+    axis: str
+    start: Expr
+    stop: Expr
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True)
+class If(Stmt):
+    condition: Expr
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True)
+class Let(Stmt):
+    """A uniform integer that later statements name."""
+
+    name: str
+    value: Expr
+
+
+@dataclass(frozen=True)
+class Note(Stmt):
+    """A comment on its own."""
+
+
+@dataclass(frozen=True)
+class Copy(Stmt):
+    """dst = src, where one of the two is on chip."""
+
+    dst: Place
+    src: Place
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
+class Fill(Stmt):
+    """Every element of dst = value."""
+
+    dst: Place
+    value: Expr
+    WRITES = ("dst",)
+
+
+@dataclass(frozen=True)
+class Gemm(Stmt):
+    """acc (+)= op(a) op(b), with float32 accumulation; op transposes where the flag says so."""
+
+    acc: str
+    a: str
+    b: str
+    transpose_a: bool = False
+    transpose_b: bool = False
+    accumulate: bool = False
+    WRITES = ("acc",)
+    READS = ("a", "b")
+
+    def reads(self) -> tuple[Place, ...]:
+        return super().reads() + ((self.acc,) if self.accumulate else ())
+
+
+@dataclass(frozen=True)
+class Map(Stmt):
+    """dst[i, j] = expr(i, j), or dst[i] = expr(i) for a row vector."""
+
+    dst: str
+    expr: Expr
+    WRITES = ("dst",)
+
+
+@dataclass(frozen=True)
+class RowReduce(Stmt):
+    """dst[i] = op(dst[i], op over j of src[i, j]); op is "max" or "sum"."""
+
+    dst: str
+    op: str
+    src: str
+    WRITES = ("dst",)
+    READS = ("src", "dst")
+
+
+@dataclass(frozen=True)
+class Accumulate(Stmt):
+    """dst += src, atomically: other blocks add to the same global tile."""
+
+    dst: Window
+    src: str
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+class Level(enum.Enum):
+    TILE = "tile"
+    MACHINE = "machine"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel at one of the two levels; `dims` is empty until a plan has given the dimensions their numbers."""
+
+    name: str
+    level: Level
+    scalars: tuple[Scalar, ...]
+    axes: tuple[Axis, ...]
+    buffers: tuple[Buffer, ...]
+    body: tuple[Stmt, ...]
+    note: str = ""
+
+    def buffer(self, name: str) -> Buffer:
+        """The buffer of that name."""
+        for buffer in self.buffers:
+            if buffer.name == name:
+                return buffer
+        raise KeyError(f"kernel {self.name} has no buffer {name}")
+
+    def space(self, place: Place) -> Space:
+        """Where a place lives."""
+        return self.buffer(name_of(place)).space
+
+    def having(self, **changes) -> Kernel:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+    def with_buffer(self, buffer: Buffer) -> Kernel:
+        """A copy in which the buffer of that name is replaced, or added."""
+        kept = [buffer if old.name == buffer.name else old for old in self.buffers]
+        return self.having(buffers=tuple(kept if buffer in kept else [*kept, buffer]))
+
+
+def name_of(place: Place) -> str:
+    """The buffer that a place is in."""
+    return place if isinstance(place, str) else place.buffer

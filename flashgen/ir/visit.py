@@ -1,0 +1,59 @@
+"""Walking and rewriting statement trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+
+from flashgen.ir.expr import Expr, substitute
+from flashgen.ir.nodes import For, If, Kernel, Let, Stmt, Tile, Window
+
+Body = tuple[Stmt, ...]
+
+
+def statements(body: Body) -> Iterator[Stmt]:
+    """Every statement, outer before inner, in program order."""
+    for stmt in body:
+        yield stmt
+        yield from statements(getattr(stmt, "body", ()))
+
+
+def rewrite(body: Body, change: Callable[[Stmt], Stmt | Body]) -> Body:
+    """The body with `change` applied to each statement, innermost first; it returns one statement or several."""
+    result: list[Stmt] = []
+    for stmt in body:
+        if isinstance(stmt, For | If):
+            stmt = replace(stmt, body=rewrite(stmt.body, change))
+        changed = change(stmt)
+        result += changed if isinstance(changed, tuple) else [changed]
+    return tuple(result)
+
+
+def rewrite_kernel(kernel: Kernel, change: Callable[[Stmt], Stmt | Body]) -> Kernel:
+    """`rewrite` on the kernel's body."""
+    return kernel.having(body=rewrite(kernel.body, change))
+
+
+def substitute_stmt(stmt: Stmt, values: Mapping[str, Expr]) -> Stmt:
+    """The statement with variables replaced in all of its expressions."""
+    changes: dict[str, object] = {}
+    for item in fields(stmt):
+        value = getattr(stmt, item.name)
+        if isinstance(value, Expr):
+            changes[item.name] = substitute(value, values)
+        elif isinstance(value, Window):
+            changes[item.name] = Window(value.buffer, tuple(substitute(index, values) for index in value.origin))
+        elif isinstance(value, Tile):
+            changes[item.name] = Tile(value.buffer, substitute(value.stage, values))
+        elif item.name == "body":
+            changes[item.name] = tuple(substitute_stmt(inner, values) for inner in value)
+    return replace(stmt, **changes)  # type: ignore[arg-type]
+
+
+def inline_lets(body: Body) -> dict[str, Expr]:
+    """The Lets directly in a body, each with the earlier ones substituted into it."""
+    values: dict[str, Expr] = {}
+    for stmt in body:
+        if isinstance(stmt, Let):
+            values[stmt.name] = substitute(stmt.value, values)
+    return values

@@ -1,0 +1,42 @@
+"""Passes from TILE to MACHINE; `run` is their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flashgen.ir import verify
+from flashgen.machine.verify import machine as verify_machine
+from flashgen.ir.nodes import Kernel, Level
+from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80
+from flashgen.plan.plan import Plan
+
+Pass = Callable[[Kernel, Plan], Kernel]
+
+TILE_PASSES: tuple[Pass, ...] = (masks.skip_blocks, masks.guard_masks, loops.flatten)
+SM80_PASSES: tuple[Pass, ...] = (
+    operands.through_shared,
+    sm80.select,
+    reduction.combine_after_loop,
+    pipeline.stage_copies,
+    barriers.insert,
+)
+FAMILIES: dict[str, tuple[Pass, ...]] = {"sm80": SM80_PASSES}
+
+
+def tile(kernel: Kernel) -> Kernel:
+    """The TILE kernel with its loops tightened and its masks guarded: needs no plan, so the CPU runs this form."""
+    for step in (masks.skip_blocks, masks.guard_masks):
+        kernel = step(kernel)
+    verify.tile(kernel)
+    return kernel
+
+
+def run(kernel: Kernel, plan: Plan, watch: Callable[[str, Kernel], None] = lambda name, kernel: None) -> Kernel:
+    """The MACHINE kernel; each pass is verified, then shown to `watch` under its name."""
+    for step in (*TILE_PASSES, *FAMILIES[plan.arch.family]):
+        kernel = step(kernel, plan) if step not in (masks.skip_blocks, masks.guard_masks) else step(kernel)
+        if kernel.level is Level.TILE:
+            verify.tile(kernel)
+        watch(step.__name__, kernel)
+    verify_machine(kernel, plan)
+    return kernel

@@ -1,0 +1,81 @@
+"""Masks: blocks without a visible element are skipped, wholly visible ones are not masked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashgen.calculus import loop_limits, somewhere_hidden
+from flashgen.ir.expr import NEG_INF, Const, Expr, Select, Var, substitute
+from flashgen.ir.nodes import For, If, Kernel, Let, Map, Stmt
+from flashgen.ir.visit import Body, inline_lets, rewrite_kernel
+from flashgen.plan.plan import Plan
+
+
+def skip_blocks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
+    """Tighten loops over blocks to those with a visible element.
+
+    Invariant: an iteration that is dropped would have masked every element of its score tile.
+    """
+
+    def change(stmt: Stmt) -> Stmt | Body:
+        if not isinstance(stmt, For):
+            return stmt
+        start, stop = stmt.start, stmt.stop
+        lets = inline_lets(stmt.body)
+        for mask in _masks(stmt.body):
+            expr = substitute(_condition(mask), lets)
+            start, stop = loop_limits(expr, stmt.axis, _ranges(kernel, mask), start, stop)
+        if (start, stop) == (stmt.start, stmt.stop):
+            return stmt
+        first, last = f"first_{stmt.axis}", f"last_{stmt.axis}"
+        bounds: list[Stmt] = []
+        if start != stmt.start:
+            bounds.append(Let(first, start, note="earlier blocks see nothing"))
+            start = Var(first)
+        if stop != stmt.stop:
+            bounds.append(Let(last, stop, note="later blocks are not seen"))
+            stop = Var(last)
+        return (*bounds, replace(stmt, start=start, stop=stop))
+
+    return rewrite_kernel(kernel, change)
+
+
+def guard_masks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
+    """Mask only tiles on a boundary.
+
+    Invariant: where the guard does not hold, the mask is true for every element of the tile.
+    """
+
+    def change(stmt: Stmt) -> Stmt:
+        if not is_mask(stmt):
+            return stmt
+        assert isinstance(stmt, Map)
+        guard = somewhere_hidden(_condition(stmt), _ranges(kernel, stmt))
+        return If(guard, (replace(stmt, note=""),), note="only tiles on a boundary are masked")
+
+    return rewrite_kernel(kernel, change)
+
+
+def is_mask(stmt: Stmt) -> bool:
+    """True for s = select(visible, s, -inf)."""
+    return isinstance(stmt, Map) and isinstance(stmt.expr, Select) and stmt.expr.y == NEG_INF and len(stmt.note) > 0
+
+
+def _masks(body: Body) -> Iterator[Map]:
+    """The masks directly in a loop's body (an inner loop has tightened itself by its own)."""
+    for stmt in body:
+        if is_mask(stmt):
+            assert isinstance(stmt, Map)
+            yield stmt
+
+
+def _condition(stmt: Map) -> Expr:
+    assert isinstance(stmt.expr, Select)
+    return stmt.expr.condition
+
+
+def _ranges(kernel: Kernel, stmt: Map) -> dict[str, tuple[Expr, Expr]]:
+    """Tile coordinates and their ranges."""
+    shape = kernel.buffer(stmt.dst).shape
+    return {name: (Const(0), Var(dim) - 1) for name, dim in zip("ij", shape, strict=True)}

@@ -1,0 +1,1 @@
+"""Hardware statements: the MACHINE level of the IR."""

@@ -1,0 +1,51 @@
+"""The verifier of the MACHINE level."""
+
+from __future__ import annotations
+
+from flashgen.ir.nodes import For, If, Kernel, Let, Level, Note, Space
+from flashgen.ir.verify import VerifyError, check_names
+from flashgen.ir.visit import statements
+from flashgen.machine.base import MachineStmt, ReduceRows
+from flashgen.machine.sm80 import MmaSync
+from flashgen.machine.sm80_hazards import hazards
+from flashgen.plan.plan import Plan
+
+
+def machine(kernel: Kernel, plan: Plan) -> None:
+    """Raise VerifyError unless the kernel is a hazard-free MACHINE program whose tiles fit its instructions."""
+    if kernel.level is not Level.MACHINE:
+        raise VerifyError(f"{kernel.name}: still at the {kernel.level.name} level")
+    check_names(kernel)
+    for stmt in statements(kernel.body):
+        if not isinstance(stmt, MachineStmt | For | If | Let | Note):
+            raise VerifyError(f"{kernel.name}: {type(stmt).__name__} was not selected")
+        if isinstance(stmt, MmaSync):
+            _check_product(kernel, plan, stmt)
+        if isinstance(stmt, ReduceRows) and kernel.buffer(stmt.src).warps[1] != 1:  # type: ignore[index]
+            raise VerifyError(f"{kernel.name}: rows of {stmt.src} are spread over several warps; a row needs one")
+    for hazard in hazards(kernel, plan):
+        raise VerifyError(f"{kernel.name}: {hazard}")
+
+
+def _check_product(kernel: Kernel, plan: Plan, stmt: MmaSync) -> None:
+    """Shapes agree, and each warp's part is a whole number of matrix instructions."""
+    m, n, k = plan.arch.mma
+    sizes = plan.sizes
+    acc = kernel.buffer(stmt.acc)
+    rows, cols = (sizes[dim] for dim in acc.shape)
+    assert acc.warps is not None
+    if rows % (m * acc.warps[0]) or cols % (n * acc.warps[1]):
+        raise VerifyError(f"{kernel.name}: {stmt.acc} {rows} x {cols} is no multiple of {m} x {n} for each of its warps")
+    a, b = kernel.buffer(_buffer(stmt.a)), kernel.buffer(stmt.b.buffer)
+    a_shape = a.shape[::-1] if stmt.transpose_a else a.shape
+    b_shape = b.shape[::-1] if stmt.transpose_b else b.shape
+    if (a_shape[0], b_shape[1]) != acc.shape or a_shape[1] != b_shape[0]:
+        raise VerifyError(f"{kernel.name}: {stmt.acc} = {a_shape} x {b_shape} has disagreeing shapes")
+    if sizes[a_shape[1]] % k:
+        raise VerifyError(f"{kernel.name}: {a_shape[1]} = {sizes[a_shape[1]]} is no multiple of the instruction's {k}")
+    if a.space is Space.REGISTER and a.warps != acc.warps:
+        raise VerifyError(f"{kernel.name}: operand {a.name} is divided among the warps otherwise than {acc.name}")
+
+
+def _buffer(place) -> str:
+    return place if isinstance(place, str) else place.buffer

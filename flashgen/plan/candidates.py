@@ -1,0 +1,74 @@
+"""The candidates for each kernel: a few dozen combinations of block sizes, warps, stages and warp layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from flashgen.ir.nodes import Kernel, Space
+from flashgen.plan.arch import Arch
+from flashgen.plan.plan import Candidate
+
+Layout = tuple[int, int]
+
+
+def candidates(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Candidate]:
+    """All candidates for a kernel whose loop walks over keys, over queries, or that has no loop."""
+    if kernel.name == "attention_backward":
+        yield from _backward(kernel, arch, sizes)
+    else:
+        yield from _rows_of_queries(kernel, arch)
+
+
+def _tile_names(kernel: Kernel) -> list[str]:
+    return [item.name for item in kernel.buffers if item.space is Space.REGISTER and len(item.shape) == 2]
+
+
+def _columns(arch: Arch) -> tuple[int, ...]:
+    step = 2 * arch.mma[1]
+    return tuple(step * count for count in (1, 2, 4, 6, 8))
+
+
+def _rows_of_queries(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
+    """Each warp owns one or two instruction heights of query rows, and sees every key of the block."""
+    m = arch.mma[0]
+    for warps, height, block_kv, stages in product((4, 8), (1, 2), _columns(arch), (1, 2)):
+        yield Candidate(
+            blocks=(("block_q", warps * height * m), ("block_kv", block_kv)),
+            warps=warps,
+            stages=(("k_tile", stages), ("v_tile", stages)),
+            layouts=tuple((name, (warps, 1)) for name in _tile_names(kernel)),
+        )
+
+
+def _backward(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Candidate]:
+    """Each warp owns rows of keys; where split, two warps share rows and divide the columns."""
+    m = arch.mma[0]
+    for warps, height, split, block_q, stages in product((4, 8), (1, 2), (1, 2), _columns(arch), ((1, 1), (2, 1), (2, 2))):
+        layout = (warps // split, split)
+        layouts = {name: layout for name in _tile_names(kernel)}
+        if "dq_acc" in layouts:
+            layouts["dq_acc"] = balanced(warps, block_q, sizes["head_dim"], arch)
+        yield Candidate(
+            blocks=(("block_kv", layout[0] * height * m), ("block_q", block_q)),
+            warps=warps,
+            stages=(
+                *((name, stages[0]) for name in ("q_tile", "lse_tile")),
+                *((name, stages[1]) for name in ("dout_tile", "delta_tile")),
+            ),
+            layouts=tuple(layouts.items()),
+        )
+
+
+def balanced(warps: int, rows: int, cols: int, arch: Arch) -> Layout:
+    """The division of a product among the warps that reads the fewest operand bytes, or (0, 0) where none fits."""
+    m, n, _ = arch.mma
+    fitting = [
+        (rows // along + cols // (warps // along), along)
+        for along in (1, 2, 4, 8)
+        if warps % along == 0 and rows % (m * along) == 0 and cols % (2 * n * (warps // along)) == 0
+    ]
+    if not fitting:
+        return 0, 0
+    along = min(fitting)[1]
+    return along, warps // along

@@ -1,0 +1,138 @@
+"""What a candidate costs: the estimates that rank it, each a named function that tests compare with what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from flashgen.ir.expr import Unary, walk
+from flashgen.ir.graph import live_intervals
+from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Map, Space, Stmt, Window, name_of
+from flashgen.ir.visit import statements
+from flashgen.plan.arch import Arch
+
+Layouts = Mapping[str, tuple[int, int]]
+Sizes = Mapping[str, int]
+
+# Addresses, loop counters and the operand fragments in flight (counted on compiled kernels: 30 to 45).
+OVERHEAD_REGISTERS = 40
+# Clocks of a step that nothing else of the block covers: barrier, first ldmatrix, quad shuffles (fitted on sm_90).
+STEP_LATENCY = 400
+L2_BYTES_PER_CLOCK = 48
+
+
+@dataclass(frozen=True)
+class Step:
+    """Work of one loop step of one block, in clocks of one multiprocessor for each unit."""
+
+    flops: int
+    matrix: float
+    shared: float
+    special: float
+    arithmetic: float
+    traffic: float
+
+    def clocks(self, blocks: int, warps: int) -> float:
+        """Units work beside each other as far as there are warps to keep them busy; latency is hidden by blocks."""
+        units = (self.matrix, self.shared, self.special, self.arithmetic, self.traffic)
+        overlap = blocks * warps / 4
+        longest = max(units)
+        return longest + (sum(units) - longest) / (1 + overlap) + STEP_LATENCY / blocks
+
+
+def loop_statements(kernel: Kernel) -> Iterator[Stmt]:
+    """Statements inside the kernel's loops; of a kernel without loops, all of them."""
+    loops = [stmt for stmt in kernel.body if isinstance(stmt, For)]
+    for stmt in statements(tuple(loops) or kernel.body):
+        if not hasattr(stmt, "body"):
+            yield stmt
+
+
+def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int) -> Step:
+    """The work of one step of the kernel's innermost loop."""
+    flops = shared_bytes = exponentials = elements = traffic = 0
+    for stmt in loop_statements(kernel):
+        if isinstance(stmt, Gemm):
+            flops += gemm_flops(kernel, stmt, sizes)
+            shared_bytes += gemm_shared_bytes(kernel, stmt, sizes, layouts)
+        elif isinstance(stmt, Map):
+            size = _elements(kernel.buffer(stmt.dst), sizes)
+            elements += size
+            exponentials += size * sum(isinstance(node, Unary) for node in walk(stmt.expr))
+        elif isinstance(stmt, Copy) and isinstance(stmt.src, Window):
+            traffic += _bytes(kernel.buffer(name_of(stmt.dst)), sizes)
+        elif isinstance(stmt, Copy):
+            shared_bytes += _bytes(kernel.buffer(name_of(stmt.dst)), sizes)
+        elif isinstance(stmt, Accumulate):
+            traffic += 2 * _bytes(kernel.buffer(stmt.src), sizes)
+    return Step(
+        flops=flops,
+        matrix=flops / 2 / arch.matrix_rate,
+        shared=(shared_bytes + traffic) / arch.shared_bandwidth,
+        special=exponentials / arch.exp_rate,
+        arithmetic=elements / 64,
+        traffic=traffic / L2_BYTES_PER_CLOCK,
+    )
+
+
+def gemm_flops(kernel: Kernel, stmt: Gemm, sizes: Sizes) -> int:
+    """2 m n k."""
+    a = kernel.buffer(stmt.a).shape
+    depth = sizes[a[0] if stmt.transpose_a else a[1]]
+    return 2 * _elements(kernel.buffer(stmt.acc), sizes) * depth
+
+
+def gemm_shared_bytes(kernel: Kernel, stmt: Gemm, sizes: Sizes, layouts: Layouts) -> int:
+    """Bytes that the warps together read from shared memory: every warp its rows of A and its columns of B."""
+    a, b = kernel.buffer(stmt.a), kernel.buffer(stmt.b)
+    along_rows, along_cols = layouts[stmt.acc]
+    routed = a.space is Space.REGISTER and (layouts[stmt.a] != layouts[stmt.acc] or along_cols != 1)
+    from_shared = a.space is Space.SHARED or routed
+    read_a = _bytes(a, sizes) * along_cols if from_shared else 0
+    return read_a + _bytes(b, sizes) * along_rows
+
+
+def accumulator_registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> int:
+    """Registers of one thread for tiles and row vectors where most of them are alive together."""
+    spans = live_intervals(kernel, Space.REGISTER)
+    weights = {name: _registers(kernel.buffer(name), sizes, threads, layouts) for name in spans}
+    last = max((end for _, end in spans.values()), default=0)
+    return max(
+        (sum(weights[name] for name, (start, end) in spans.items() if start <= point < end) for point in range(last)),
+        default=0,
+    )
+
+
+def _registers(buffer: Buffer, sizes: Sizes, threads: int, layouts: Layouts) -> int:
+    if len(buffer.shape) == 2:
+        return -(-_bytes(buffer, sizes) // 4 // threads)
+    rows = next((layout[0] for layout in layouts.values()), 1)
+    return -(-sizes[buffer.shape[0]] // rows // 8)
+
+
+def resident_blocks(arch: Arch, threads: int, registers: int, shared_bytes: int) -> int:
+    """Blocks that one multiprocessor holds at a time."""
+    by_registers = arch.registers // (threads * min(arch.max_registers + 1, -(-registers // 8) * 8))
+    by_shared = arch.shared_per_multiprocessor // (shared_bytes + 1024)
+    return max(0, min(by_registers, by_shared, arch.max_threads // threads))
+
+
+def traffic_bytes(kernel: Kernel, sizes: Sizes, steps: int) -> int:
+    """Bytes that one block reads from global memory into shared memory: its own tiles once, the loop's each step."""
+    looped = {id(stmt) for stmt in loop_statements(kernel)} if any(isinstance(s, For) for s in kernel.body) else set()
+    total = 0
+    for stmt in statements(kernel.body):
+        if isinstance(stmt, Copy) and isinstance(stmt.src, Window) and not isinstance(stmt.dst, Window):
+            total += _bytes(kernel.buffer(name_of(stmt.dst)), sizes) * (steps if id(stmt) in looped else 1)
+    return total
+
+
+def _elements(buffer: Buffer, sizes: Sizes) -> int:
+    count = 1
+    for dim in buffer.shape:
+        count *= sizes[dim]
+    return count
+
+
+def _bytes(buffer: Buffer, sizes: Sizes) -> int:
+    return _elements(buffer, sizes) * buffer.dtype.bytes

@@ -1,0 +1,126 @@
+"""A plan: every decision that the planner makes about one kernel, with the reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flashgen.plan.arch import Arch
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a shared buffer lies: byte offset, bytes of one stage, number of stages, bytes from row to row."""
+
+    buffer: str
+    offset: int
+    stage_bytes: int
+    stages: int
+    row_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.stage_bytes * self.stages
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the search: block sizes, warps, stages, and how register tiles are divided among the warps."""
+
+    blocks: tuple[tuple[str, int], ...]
+    warps: int
+    stages: tuple[tuple[str, int], ...] = ()
+    layouts: tuple[tuple[str, tuple[int, int]], ...] = ()
+
+    def __str__(self) -> str:
+        tile = " x ".join(f"{name.removeprefix('block_')} {size}" for name, size in self.blocks)
+        depth = max((count for _, count in self.stages), default=1)
+        split = "" if all(layout[1] == 1 for _, layout in self.layouts) else ", P through shared memory"
+        return f"{tile}, {self.warps} warps, {depth} stage{'s' * (depth > 1)}{split}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a candidate: rejected with a sentence, or ranked by its cost in clocks for each MFLOP."""
+
+    candidate: Candidate
+    rejection: str = ""
+    cost: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions for one kernel on one chip.
+
+    dims: numbers for the named dimensions of the kernel (head dims padded to the matrix instruction).
+    registers: the estimate for one thread. min_blocks: blocks of the kernel that one multiprocessor should hold.
+    """
+
+    kernel: str
+    arch: Arch
+    dims: tuple[tuple[str, int], ...]
+    candidate: Candidate
+    shared: tuple[Placement, ...]
+    registers: int
+    min_blocks: int
+    vector_bytes: int = 16
+    source: str = "cost model"
+    verdicts: tuple[Verdict, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def warps(self) -> int:
+        return self.candidate.warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.candidate.warps
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Dimension name -> number."""
+        return dict(self.dims)
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """Shared buffer -> number of stages, where more than one or pipelined."""
+        return dict(self.candidate.stages)
+
+    @property
+    def layouts(self) -> dict[str, tuple[int, int]]:
+        """Register tile -> (warps along rows, warps along columns)."""
+        return dict(self.candidate.layouts)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return max((placement.end for placement in self.shared), default=0)
+
+    def placement(self, buffer: str) -> Placement:
+        """Where a shared buffer lies."""
+        return next(placement for placement in self.shared if placement.buffer == buffer)
+
+    def text(self) -> str:
+        """The decisions, as kept in generated/: no costs, no rejections."""
+        lines = [f"plan {self.kernel} for {self.arch.name}", f"  tile {self.candidate} (chosen by {self.source})"]
+        lines.append("  " + ", ".join(f"{name} = {size}" for name, size in self.dims))
+        lines.append(f"  {self.threads} threads, about {self.registers} registers each, {self.min_blocks} blocks a multiprocessor")
+        lines.append(f"  shared memory {self.shared_bytes} of {self.arch.shared_per_block} bytes")
+        for place in self.shared:
+            lines.append(
+                f"    {place.offset:6d} .. {place.end:6d}  {place.buffer}, {place.stages} x {place.stage_bytes} bytes, "
+                f"{place.row_bytes} bytes a row"
+            )
+        for name, (rows, cols) in self.candidate.layouts:
+            lines.append(f"  warps of {name}: {rows} along rows, {cols} along columns")
+        return "\n".join(lines) + "\n"
+
+    def explain(self) -> str:
+        """The decisions, the ranking of the candidates that fit and a sentence for each that does not."""
+        ranked = [verdict for verdict in self.verdicts if not verdict.rejection]
+        lines = [self.text().rstrip(), "  candidates that fit, best first (clocks a multiprocessor spends on a MFLOP):"]
+        lines += [f"    {verdict.cost:8.1f}  {verdict.candidate}: {verdict.why}" for verdict in ranked]
+        lines.append("  rejected:")
+        lines += [f"    {verdict.candidate}: {verdict.rejection}" for verdict in self.verdicts if verdict.rejection]
+        return "\n".join(lines) + "\n"

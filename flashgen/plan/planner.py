@@ -1,0 +1,127 @@
+"""The planner: enumerate, reject with a sentence, rank the rest by cost, take the best.
+
+The order is total (cost, then the candidate's text), so the choice is deterministic. plan/tuned.py overrides it where
+a measurement on a named card says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.ir.nodes import Kernel, Space
+from flashgen.plan import cost, smem, tuned
+from flashgen.plan.arch import Arch
+from flashgen.plan.candidates import candidates
+from flashgen.plan.operands import through_shared
+from flashgen.plan.plan import KIB, Candidate, Plan, Verdict
+from flashgen.spec import Spec
+
+
+class PlanError(ValueError):
+    """No candidate fits the chip."""
+
+
+def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
+    """The plan of one kernel, with every candidate's verdict; PlanError names the limit where none fits."""
+    sizes = head_dims(spec, arch)
+    verdicts = sorted(
+        (judge(kernel, arch, sizes, candidate) for candidate in candidates(kernel, arch, sizes)),
+        key=lambda verdict: (bool(verdict.rejection), verdict.cost, str(verdict.candidate)),
+    )
+    if not verdicts or verdicts[0].rejection:
+        least = min((verdict for verdict in verdicts), key=lambda v: (_blocks_product(v.candidate), str(v.candidate)))
+        raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
+    chosen, source = verdicts[0].candidate, "cost model"
+    measured = tuned.lookup(kernel.name, spec, arch)
+    if measured is not None:
+        match = [verdict.candidate for verdict in verdicts if measured.matches(verdict.candidate) and not verdict.rejection]
+        if match:
+            chosen, source = match[0], f"measurement: {measured.note}"
+    return replace(make(kernel, spec, arch, chosen), verdicts=tuple(verdicts), source=source)
+
+
+def plan_like(kernel: Kernel, spec: Spec, arch: Arch, leader: Plan) -> Plan:
+    """The plan of a kernel without a loop that shares its blocks of queries, and its dQ layout, with the backward."""
+    block_q = leader.sizes["block_q"]
+    shares_fragments = kernel.name == "attention_convert_dq"
+    warps = leader.warps if shares_fragments else max(1, min(8, block_q // arch.mma[0]))
+    layouts = {
+        item.name: leader.layouts["dq_acc"] if shares_fragments else (warps, 1)
+        for item in kernel.buffers
+        if item.space is Space.REGISTER and len(item.shape) == 2
+    }
+    candidate = Candidate((("block_q", block_q),), warps, (), tuple(layouts.items()))
+    made = make(kernel, spec, arch, candidate)
+    return replace(made, source=f"the blocks of {leader.kernel}")
+
+
+def head_dims(spec: Spec, arch: Arch) -> dict[str, int]:
+    """Head dims padded to whole matrix instructions (in depth and in pairs of columns)."""
+    unit = max(arch.mma[2], 2 * arch.mma[1])
+    return {
+        "head_dim": -(-spec.head_dim // unit) * unit,
+        "head_dim_v": -(-spec.head_dim_v // unit) * unit,
+    }
+
+
+def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
+    """Reject a candidate with a sentence, or give its cost."""
+    sizes = sizes | dict(candidate.blocks)
+    layouts, threads = dict(candidate.layouts), 32 * candidate.warps
+    shape = _unfit_shape(kernel, arch, sizes, layouts)
+    if shape:
+        return Verdict(candidate, rejection=shape)
+    needed = max((p.end for p in smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))), default=0)
+    if needed > arch.shared_per_block:
+        limit = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:.0f} KiB of a block"
+        return Verdict(candidate, rejection=limit)
+    registers = cost.accumulator_registers(kernel, sizes, threads, layouts) + cost.OVERHEAD_REGISTERS
+    limit = min(arch.max_registers, arch.registers // threads)
+    if registers > limit:
+        return Verdict(candidate, rejection=f"about {registers} registers a thread exceed {limit}: it would spill")
+    blocks = cost.resident_blocks(arch, threads, registers, needed)
+    work = cost.step(kernel, arch, sizes, layouts, candidate.warps)
+    clocks = work.clocks(blocks, candidate.warps) * 1e6 / max(work.flops, 1)
+    why = (
+        f"{needed / KIB:.1f} KiB, {registers} registers, {blocks} blocks; a step takes {work.matrix:.0f} clocks of matrix "
+        f"work, {work.shared:.0f} of shared memory, {work.special:.0f} of exponentials"
+    )
+    return Verdict(candidate, cost=clocks, why=why)
+
+
+def _unfit_shape(kernel: Kernel, arch: Arch, sizes: dict[str, int], layouts: dict[str, tuple[int, int]]) -> str:
+    """Why the tiles do not divide into the warps' matrix instructions, or an empty string."""
+    m, n, _ = arch.mma
+    for name, (along_rows, along_cols) in layouts.items():
+        rows, cols = (sizes[dim] for dim in kernel.buffer(name).shape)
+        if along_rows == 0 or rows % (m * along_rows) or cols % (2 * n * along_cols):
+            return f"{name} of {rows} x {cols} does not divide among the warps into {m} x {2 * n} pieces"
+    return ""
+
+
+def make(kernel: Kernel, spec: Spec, arch: Arch, candidate: Candidate) -> Plan:
+    """The plan that a candidate stands for."""
+    sizes = head_dims(spec, arch) | dict(candidate.blocks)
+    dims = {dim for item in kernel.buffers if item.space is not Space.GLOBAL for dim in item.shape}
+    layouts, threads = dict(candidate.layouts), 32 * candidate.warps
+    shared = smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))
+    registers = cost.accumulator_registers(kernel, sizes, threads, layouts) + cost.OVERHEAD_REGISTERS
+    needed = max((place.end for place in shared), default=0)
+    return Plan(
+        kernel=kernel.name,
+        arch=arch,
+        dims=tuple((name, sizes[name]) for name in ("block_q", "block_kv", "head_dim", "head_dim_v") if name in dims),
+        candidate=candidate,
+        shared=shared,
+        registers=registers,
+        min_blocks=max(1, cost.resident_blocks(arch, threads, registers, needed)),
+        vector_bytes=16 if spec.aligned else 2,
+    )
+
+
+def _blocks_product(candidate: Candidate) -> int:
+    total = 1
+    for _, size in candidate.blocks:
+        total *= size
+    return total
+

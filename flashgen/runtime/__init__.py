@@ -1,0 +1,1 @@
+"""Compiling, caching and launching: from CUDA text to results in arrays."""

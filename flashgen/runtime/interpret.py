@@ -1,0 +1,71 @@
+"""Running a call on the CPU interpreter: arrays to float32 NumPy in (batch, heads, seqlen, head_dim), and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashgen import lower
+from flashgen.build import Stages
+from flashgen.runtime.arrays import Library
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from flashgen.api import Call
+
+BSHD_TO_BHSD = (0, 2, 1, 3)
+
+
+def forward(stages: tuple[Stages, ...], library: Library, layout: str, call: Call, inputs: tuple, outputs: tuple) -> None:
+    """Fill o and lse."""
+    import numpy as np
+
+    arrays = {name: _inward(library, layout, array) for name, array in zip("qkv", inputs, strict=True)}
+    o, lse = outputs
+    problem, width = call.problem, inputs[2].shape[3]
+    arrays["o"] = np.full((problem.batch, problem.heads, problem.seqlen_q, width), np.nan, np.float32)
+    arrays["lse"] = np.full(call.lse_shape, np.nan, np.float32)
+    _run(stages[0], arrays, call)
+    _outward(library, layout, arrays["o"], o)
+    lse[...] = library.from_numpy(arrays["lse"], lse, float32=True)
+
+
+def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: Call, given: dict[str, Any]) -> None:
+    """Fill dq, dk and dv."""
+    import numpy as np
+
+    arrays = {}
+    for name, array in given.items():
+        vector = name in ("lse", "dlse")
+        arrays[name] = library.to_numpy(array) if vector else _inward(library, layout, array)
+    for name in ("dq", "dk", "dv"):
+        arrays[name] = np.full_like(arrays[name], np.nan)
+    for name in ("lse_log2", "delta"):
+        arrays[name] = np.full(call.lse_shape, np.nan, np.float32)
+    sizes = stages[2].plan.sizes
+    problem = call.problem
+    padded = -(-problem.seqlen_q // sizes["block_q"]) * sizes["block_q"]
+    arrays["dq_workspace"] = np.full((problem.batch, problem.heads, padded, sizes["head_dim"]), np.nan, np.float32)
+    for stage in stages[1:]:
+        _run(stage, arrays, call)
+    for name in ("dq", "dk", "dv"):
+        _outward(library, layout, arrays[name], given[name])
+
+
+def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Call) -> None:
+    from flashgen.interp import tile
+
+    kernel = lower.tile(stages.tile)
+    used = {item.name for item in kernel.buffers}
+    scalars = call.problem.scalars(call.scale)
+    tile.run(kernel, stages.plan.sizes, {name: array for name, array in arrays.items() if name in used}, scalars)
+
+
+def _inward(library: Library, layout: str, array: Any) -> np.ndarray:
+    host = library.to_numpy(array)
+    return host.transpose(BSHD_TO_BHSD) if layout == "bshd" else host
+
+
+def _outward(library: Library, layout: str, array: np.ndarray, target: Any) -> None:
+    laid_out = array.transpose(BSHD_TO_BHSD) if layout == "bshd" else array
+    target[...] = library.from_numpy(laid_out, target)

@@ -1,0 +1,80 @@
+"""A compiled kernel with the layout of its arguments: binding sizes and strides once, launching with addresses."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from flashgen.build import Stages
+from flashgen.ir.dtype import I32
+from flashgen.ir.expr import evaluate
+from flashgen.ir.nodes import Space
+from flashgen.runtime.compile import Cubin, nvrtc
+from flashgen.runtime.launch import Launcher
+
+Strides = Sequence[int]
+MAX_GRID = 2**31 - 1
+
+
+class Program:
+    """One kernel, compiled at first use. `tensors` are the names of its global arrays in the order of the arguments."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self.name = stages.tile.name
+        self.buffers = [item for item in stages.machine.buffers if item.space is Space.GLOBAL]
+        self.tensors = [item.name for item in self.buffers]
+        self._lock = threading.Lock()
+
+    @cached_property
+    def cubin(self) -> Cubin:
+        """The cubin, from the disk cache or NVRTC."""
+        with self._lock:
+            return self.__dict__.get("cubin") or nvrtc(self.stages.source, self.stages.plan.arch.target)
+
+    @cached_property
+    def launcher(self) -> Launcher:
+        plan = self.stages.plan
+        return Launcher(self.cubin, plan.threads, plan.shared_bytes)
+
+    def bind(self, strides: Mapping[str, Strides], scalars: Mapping[str, int | float]) -> Bound:
+        """The arguments but for the addresses, and the grid. Strides are (batch, head, row) or (batch, head)."""
+        parts: list[bytes] = []
+        for item in self.buffers:
+            count = len(item.shape) - 1 if len(item.shape) == 4 else 2
+            parts.append(struct.pack(f"<{1 + count}q", 0, *strides[item.name][:count]))
+        sizes = {**self.stages.plan.sizes, **scalars}
+        for scalar in self.stages.machine.scalars:
+            parts.append(struct.pack("<i" if scalar.dtype == I32 else "<f", scalars[scalar.name]))
+        blocks = 1
+        for axis in self.stages.machine.axes:
+            blocks *= evaluate(axis.extent, sizes)
+        if blocks > MAX_GRID:
+            raise ValueError(f"batch, heads and seqlen need {blocks} blocks; the grid holds {MAX_GRID}, so split the batch")
+        offsets, at = [], 0
+        for part in parts[: len(self.buffers)]:
+            offsets.append(at)
+            at += len(part)
+        data = b"".join(parts)
+        return Bound(self, bytearray(data + bytes(-len(data) % 8)), offsets, blocks)
+
+
+class Bound:
+    """A program with everything bound but addresses."""
+
+    def __init__(self, program: Program, template: bytearray, offsets: list[int], blocks: int) -> None:
+        self.program = program
+        self.template = template
+        self.offsets = offsets
+        self.grid = (blocks, 1, 1)
+
+    def launch(self, pointers: Sequence[int], stream: int, device: int) -> None:
+        """Launch with the addresses of the tensors, in their order; a grid without blocks is no launch."""
+        if not self.grid[0]:
+            return
+        args = bytearray(self.template)
+        for offset, pointer in zip(self.offsets, pointers, strict=True):
+            args[offset : offset + 8] = pointer.to_bytes(8, "little")
+        self.program.launcher(self.grid, bytes(args), stream, device)

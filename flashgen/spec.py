@@ -1,0 +1,54 @@
+"""What is asked for: the specification of an attention problem, the identity of everything that is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashgen.ir.dtype import BF16, STORAGE, DType
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One exact-attention problem up to its run-time sizes.
+
+    head_dim, head_dim_v: of query and key, and of value; multiples of 8 from 8 to 256.
+    dtype: storage type of q, k, v and o; accumulation is float32.
+    causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q.
+    deterministic: the backward repeats bit for bit.
+    aligned: rows of all inputs start on 16-byte boundaries, so that tiles are copied 16 bytes at a time.
+    """
+
+    head_dim: int = 128
+    head_dim_v: int = 128
+    dtype: DType = BF16
+    causal: bool = False
+    deterministic: bool = False
+    aligned: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, not {value!r}")
+            if value < 8 or value > MAX_HEAD_DIM or value % 8:
+                raise ValueError(f"{name} = {value} must be a multiple of 8 from 8 to {MAX_HEAD_DIM}; pad the last axis")
+
+    def forward(self) -> Spec:
+        """The part that the forward depends on: specs that differ only in the backward share its kernel."""
+        return replace(self, deterministic=False)
+
+    def __str__(self) -> str:
+        dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        flags = [name for name in ("causal", "deterministic") if getattr(self, name)]
+        flags += [] if self.aligned else ["unaligned"]
+        return "_".join([dims, self.dtype.cuda, *flags])
+
+
+def parse_dtype(dtype: object) -> DType:
+    """A DType from "bfloat16", "float16", a torch or NumPy dtype, or a DType."""
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    if name in STORAGE:
+        return STORAGE[name]
+    raise ValueError(f"dtype = {name} is not supported; use bfloat16 or float16")

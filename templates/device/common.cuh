@@ -1,0 +1,252 @@
+// Element types, tensors in global memory, and register tiles: what every family of kernels shares.
+#pragma once
+
+using uint32 = unsigned int;
+using int64 = long long;
+
+#define INF __int_as_float(0x7f800000)
+
+// 16-bit element types, kept as bits: the CUDA headers for them would double the compile time.
+struct bf16 {
+  unsigned short bits;
+};
+struct fp16 {
+  unsigned short bits;
+};
+
+// Two floats rounded to nearest even and packed, `low` in the low half.
+template <class T>
+__device__ __forceinline__ uint32 pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32 pack<bf16>(float low, float high) {
+  uint32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+template <>
+__device__ __forceinline__ uint32 pack<fp16>(float low, float high) {
+  uint32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(uint32(x.bits) << 16); }
+__device__ __forceinline__ float to_float(fp16 x) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
+  return result;
+}
+
+// 2^x; accurate to 2 ulp, subnormal results flushed to zero, exp2(-inf) = 0 (PTX ISA, ex2.approx.ftz.f32).
+__device__ __forceinline__ float exp2_approx(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// A (batch, head, row, column) array with contiguous columns; strides count elements.
+template <class T>
+struct Tensor {
+  T* data;
+  int64 batch_stride, head_stride, row_stride;
+  __device__ __forceinline__ T* at(int batch, int head, int row) const {
+    return data + batch * batch_stride + head * head_stride + row * row_stride;
+  }
+};
+
+// A (batch, head, row) array with contiguous rows.
+template <class T>
+struct Vector {
+  T* data;
+  int64 batch_stride, head_stride;
+  __device__ __forceinline__ T* at(int batch, int head, int row) const {
+    return data + batch * batch_stride + head * head_stride + row;
+  }
+};
+
+// A place in shared memory, as a pointer for ordinary accesses and as the 32-bit address that asm takes.
+struct SharedAddress {
+  unsigned char* data;
+  __device__ __forceinline__ uint32 address() const { return static_cast<uint32>(__cvta_generic_to_shared(data)); }
+  __device__ __forceinline__ SharedAddress operator+(int bytes) const { return {data + bytes}; }
+};
+
+// A tile of 16-bit elements in shared memory. The bytes from row to row hold an odd number of 16-byte pieces, so that
+// eight rows read at one column lie in different banks.
+template <int ROWS_, int COLS_, int ROW_BYTES_>
+struct SharedTile {
+  static constexpr int ROWS = ROWS_, COLS = COLS_, ROW_BYTES = ROW_BYTES_;
+  static constexpr int BYTES = ROWS * ROW_BYTES;
+  static_assert(COLS % 8 == 0 && ROW_BYTES % 32 == 16 && ROW_BYTES >= 2 * COLS, "rows of an odd number of pieces");
+  template <class T>
+  static __device__ __forceinline__ float at(SharedAddress tile, int row, int col) {
+    return to_float(*reinterpret_cast<const T*>(tile.data + row * ROW_BYTES + col * 2));
+  }
+};
+
+// A float32 tile in the registers of all threads, as mma.m16n8 leaves it: a warp owns M / WARPS_M rows by N / WARPS_N
+// columns; a lane holds rows lane / 4 and lane / 4 + 8 of every 16, and columns 2 * (lane % 4) and the next of every 8.
+template <int M, int N, int WARPS_M, int WARPS_N>
+struct Fragment {
+  static constexpr int ROWS = M / WARPS_M / 8, COLS = N / WARPS_N / 4, PAIRS = COLS / 2;
+  static_assert(M % (16 * WARPS_M) == 0 && N % (16 * WARPS_N) == 0, "whole matrix instructions for each warp");
+  static __device__ __forceinline__ int first_row() { return int(threadIdx.x) / 32 / WARPS_N * (M / WARPS_M); }
+  static __device__ __forceinline__ int first_col() { return int(threadIdx.x) / 32 % WARPS_N * (N / WARPS_N); }
+  static __device__ __forceinline__ int row(int i) {
+    return first_row() + i / 2 * 16 + i % 2 * 8 + int(threadIdx.x) % 32 / 4;
+  }
+  static __device__ __forceinline__ int col(int j) {
+    return first_col() + j / 2 * 8 + int(threadIdx.x) % 4 * 2 + j % 2;
+  }
+};
+
+template <int ROWS, int COLS>
+__device__ __forceinline__ void fill(float (&tile)[ROWS][COLS], float value) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < COLS; ++j) tile[i][j] = value;
+  }
+}
+template <int ROWS>
+__device__ __forceinline__ void fill(float (&rows)[ROWS], float value) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) rows[i] = value;
+}
+
+struct Row_max {
+  static __device__ __forceinline__ float combine(float x, float y) { return fmaxf(x, y); }
+};
+struct Row_sum {
+  static __device__ __forceinline__ float combine(float x, float y) { return x + y; }
+};
+
+// rows[i] = op(rows[i], this thread's elements of row i)
+template <class Op, int ROWS, int COLS>
+__device__ __forceinline__ void reduce_rows(float (&rows)[ROWS], const float (&tile)[ROWS][COLS]) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < COLS; ++j) rows[i] = Op::combine(rows[i], tile[i][j]);
+  }
+}
+
+// The four lanes that hold a row combine their results.
+template <class Op, int ROWS>
+__device__ __forceinline__ void combine_lanes(float (&rows)[ROWS]) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    rows[i] = Op::combine(rows[i], __shfl_xor_sync(0xffffffffu, rows[i], 1));
+    rows[i] = Op::combine(rows[i], __shfl_xor_sync(0xffffffffu, rows[i], 2));
+  }
+}
+
+template <class Layout, int ROWS>
+__device__ __forceinline__ void load_rows(float (&rows)[ROWS], const float* source, int rows_left) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    const int row = Layout::row(i);
+    rows[i] = row < rows_left ? source[row] : 0.0f;
+  }
+}
+
+template <class Layout, int ROWS>
+__device__ __forceinline__ void store_rows(float* target, const float (&rows)[ROWS], int rows_left) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    const int row = Layout::row(i);
+    if (threadIdx.x % 4 == 0 && Layout::first_col() == 0 && row < rows_left) target[row] = rows[i];
+  }
+}
+
+// Packed pairs of a register tile go to their places in a shared tile.
+template <class Layout, class Tile, int ROWS, int PAIRS>
+__device__ __forceinline__ void store_fragment(SharedAddress tile, const uint32 (&packed)[ROWS][PAIRS]) {
+  unsigned char* first = tile.data + Layout::row(0) * Tile::ROW_BYTES + Layout::col(0) * 2;
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+      *reinterpret_cast<uint32*>(first + (i / 2 * 16 + i % 2 * 8) * Tile::ROW_BYTES + j * 16) = packed[i][j];
+    }
+  }
+}
+
+// How the threads divide a tile into pieces of 16 bytes: LANES threads side by side on a row, the rest on other rows.
+template <class Tile, int THREADS>
+struct Pieces {
+  static constexpr int PER_ROW = Tile::COLS / 8;
+  static constexpr int LANES = PER_ROW % 16 == 0 ? 16 : PER_ROW % 8 == 0 ? 8 : PER_ROW % 4 == 0 ? 4 : 2;
+  static constexpr int ROW_STEP = THREADS / LANES;
+  static constexpr int ROW_PASSES = (Tile::ROWS + ROW_STEP - 1) / ROW_STEP, COL_PASSES = PER_ROW / LANES;
+  static_assert(PER_ROW % LANES == 0 && THREADS % LANES == 0, "whole passes");
+  static __device__ __forceinline__ int row() { return int(threadIdx.x) / LANES; }
+  static __device__ __forceinline__ int col() { return int(threadIdx.x) % LANES * 8; }
+  // True for rows of the tile: with more threads than pieces the last pass is not whole.
+  static __device__ __forceinline__ bool inside(int row) { return Tile::ROWS % ROW_STEP == 0 || row < Tile::ROWS; }
+};
+
+// A shared tile goes to global memory; rows from rows_left on and columns from TRUE_COLS on stay behind.
+template <class Tile, int TRUE_COLS, int THREADS, class T>
+__device__ __forceinline__ void store_tile(T* target, int64 row_stride, int rows_left, SharedAddress tile) {
+  using Split = Pieces<Tile, THREADS>;
+#pragma unroll
+  for (int r = 0; r < Split::ROW_PASSES; ++r) {
+    const int row = Split::row() + r * Split::ROW_STEP;
+    if (row >= rows_left || !Split::inside(row)) continue;
+#pragma unroll
+    for (int c = 0; c < Split::COL_PASSES; ++c) {
+      const int col = Split::col() + c * Split::LANES * 8;
+      if (col >= TRUE_COLS) continue;
+      *reinterpret_cast<uint4*>(target + row * row_stride + col) =
+          *reinterpret_cast<const uint4*>(tile.data + row * Tile::ROW_BYTES + col * 2);
+    }
+  }
+}
+
+// The float32 accumulator of dQ is kept in the order of the register tile that is added to it: WIDTH values of a
+// thread, then the threads, then the next values. Additions are whole lines, and need no index arithmetic.
+template <int WIDTH>
+__device__ __forceinline__ void reduce_add(float* target, const float* values);
+template <>
+__device__ __forceinline__ void reduce_add<1>(float* target, const float* values) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(target), "f"(values[0]) : "memory");
+}
+#if __CUDA_ARCH__ >= 900
+template <>
+__device__ __forceinline__ void reduce_add<4>(float* target, const float* values) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(values[0]), "f"(values[1]),
+               "f"(values[2]), "f"(values[3])
+               : "memory");
+}
+#endif
+
+template <int WIDTH, int THREADS, int ROWS, int COLS>
+__device__ __forceinline__ void add_fragment(float* target, const float (&tile)[ROWS][COLS]) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < COLS; j += WIDTH) {
+      reduce_add<WIDTH>(target + (i * COLS + j) * THREADS + int(threadIdx.x) * WIDTH, &tile[i][j]);
+    }
+  }
+}
+
+template <int WIDTH, int THREADS, int ROWS, int COLS>
+__device__ __forceinline__ void load_fragment(float (&tile)[ROWS][COLS], const float* source) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < COLS; ++j) {
+      tile[i][j] = source[(i * COLS + j / WIDTH * WIDTH) * THREADS + int(threadIdx.x) * WIDTH + j % WIDTH];
+    }
+  }
+}
+
+template <int COUNT, int THREADS>
+__device__ __forceinline__ void zero_window(float* target) {
+#pragma unroll 4
+  for (int at = int(threadIdx.x) * 4; at < COUNT; at += THREADS * 4) {
+    *reinterpret_cast<float4*>(target + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}

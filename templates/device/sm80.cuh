@@ -1,0 +1,165 @@
+// Ampere instructions: cp.async into shared memory, ldmatrix, mma.sync (PTX ISA, "Warp-level matrix instructions").
+#pragma once
+
+__device__ __forceinline__ void commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// 16 bytes, or zeros where `valid` does not hold (the source is then not read). Past L1: tiles are read once a block.
+__device__ __forceinline__ void copy_16_async(uint32 target, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// A tile of global memory into shared memory, zeros from row rows_left and from column TRUE_COLS on.
+template <class Tile, int TRUE_COLS, int THREADS, class T>
+__device__ __forceinline__ void copy_tile_async(SharedAddress tile, const T* source, int64 row_stride, int rows_left) {
+  using Split = Pieces<Tile, THREADS>;
+  const uint32 target = tile.address() + Split::row() * Tile::ROW_BYTES + Split::col() * 2;
+  const T* piece = source + Split::row() * row_stride + Split::col();
+#pragma unroll
+  for (int r = 0; r < Split::ROW_PASSES; ++r) {
+    const int row = Split::row() + r * Split::ROW_STEP;
+    const T* line = piece + r * Split::ROW_STEP * row_stride;
+    if (!Split::inside(row)) continue;
+#pragma unroll
+    for (int c = 0; c < Split::COL_PASSES; ++c) {
+      const bool valid = row < rows_left && (TRUE_COLS == Tile::COLS || Split::col() + c * Split::LANES * 8 < TRUE_COLS);
+      const T* from = valid ? line + c * Split::LANES * 8 : source;
+      copy_16_async(target + r * Split::ROW_STEP * Tile::ROW_BYTES + c * Split::LANES * 16, from, valid);
+    }
+  }
+}
+
+// The same for rows that do not start on 16-byte boundaries: element by element, through registers.
+template <class Tile, int TRUE_COLS, int THREADS, class T>
+__device__ __forceinline__ void copy_tile_elements(SharedAddress tile, const T* source, int64 row_stride, int rows_left) {
+#pragma unroll 4
+  for (int at = threadIdx.x; at < Tile::ROWS * Tile::COLS; at += THREADS) {
+    const int row = at / Tile::COLS, col = at % Tile::COLS;
+    const bool valid = row < rows_left && col < TRUE_COLS;
+    *reinterpret_cast<unsigned short*>(tile.data + row * Tile::ROW_BYTES + col * 2) =
+        valid ? source[row * row_stride + col].bits : 0;
+  }
+}
+
+// float32 rows into shared memory, zeros from rows_left on.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void copy_vector_async(float* target, const float* source, int rows_left) {
+#pragma unroll
+  for (int first = 0; first < ROWS; first += THREADS) {
+    const int row = first + int(threadIdx.x);
+    if (ROWS % THREADS && row >= ROWS) continue;
+    const bool valid = row < rows_left;
+    const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(target + row));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(valid ? source + row : source),
+                 "r"(valid ? 4 : 0)
+                 : "memory");
+  }
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(uint32 (&m)[4], uint32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void ldmatrix_transposed(uint32 (&m)[4], uint32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address));
+}
+
+// acc[0..1][0..1] += a (16 x 16) b (16 x 8), where acc[h][c] is row lane / 4 + 8 h, column 2 * (lane % 4) + c.
+template <class T>
+__device__ __forceinline__ void mma(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma<bf16>(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0,
+                                          uint32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma<fp16>(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0,
+                                          uint32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// acc += a[:, 16 rows of depth] b[16 rows of depth, :]. `b_first` is this lane's ldmatrix address for depth 0, column 0.
+template <class T, class BTile, bool B_IS_NK, int ROWS, int COLS>
+__device__ __forceinline__ void multiply_depth(float (&acc)[ROWS][COLS], const uint32 (&a)[ROWS / 2][4], uint32 b_first,
+                                               int depth) {
+#pragma unroll
+  for (int j = 0; j < COLS / 4; ++j) {
+    uint32 b[4];
+    if (B_IS_NK) {
+      ldmatrix(b, b_first + j * 16 * BTile::ROW_BYTES + depth * 32);
+    } else {
+      ldmatrix_transposed(b, b_first + depth * 16 * BTile::ROW_BYTES + j * 32);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; ++i) {
+      float(&top)[COLS] = acc[2 * i];
+      float(&low)[COLS] = acc[2 * i + 1];
+      mma<T>(top[4 * j], top[4 * j + 1], low[4 * j], low[4 * j + 1], a[i], b[0], b[1]);
+      mma<T>(top[4 * j + 2], top[4 * j + 3], low[4 * j + 2], low[4 * j + 3], a[i], b[2], b[3]);
+    }
+  }
+}
+
+// This lane's address within an operand B kept as [n][k] (B_IS_NK) or as [k][n].
+template <class Layout, class BTile, bool B_IS_NK>
+__device__ __forceinline__ uint32 b_address(SharedAddress b) {
+  const int lane = int(threadIdx.x) % 32;
+  const int n = Layout::first_col() + lane / 16 * 8, k = lane / 8 % 2 * 8, r = lane % 8;
+  return b.address() + (B_IS_NK ? (n + r) * BTile::ROW_BYTES + k * 2 : (k + r) * BTile::ROW_BYTES + n * 2);
+}
+
+// acc += A B with A in shared memory, kept as [m][k], or as [k][m] where A_IS_KM.
+template <class T, class Layout, class ATile, bool A_IS_KM, class BTile, bool B_IS_NK, int ROWS, int COLS>
+__device__ __forceinline__ void multiply_shared(float (&acc)[ROWS][COLS], SharedAddress a, SharedAddress b) {
+  constexpr int DEPTH = A_IS_KM ? ATile::ROWS : ATile::COLS;
+  const int lane = int(threadIdx.x) % 32;
+  const uint32 b_first = b_address<Layout, BTile, B_IS_NK>(b);
+  const int m = Layout::first_row();
+  const uint32 a_first = a.address() + (A_IS_KM ? (lane / 16 * 8 + lane % 8) * ATile::ROW_BYTES + (m + lane / 8 % 2 * 8) * 2
+                                                : (m + lane % 16) * ATile::ROW_BYTES + lane / 16 * 16);
+#pragma unroll
+  for (int depth = 0; depth < DEPTH / 16; ++depth) {
+    uint32 a_part[ROWS / 2][4];
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; ++i) {
+      if (A_IS_KM) {
+        ldmatrix_transposed(a_part[i], a_first + depth * 16 * ATile::ROW_BYTES + i * 32);
+      } else {
+        ldmatrix(a_part[i], a_first + i * 16 * ATile::ROW_BYTES + depth * 32);
+      }
+    }
+    multiply_depth<T, BTile, B_IS_NK>(acc, a_part, b_first, depth);
+  }
+}
+
+// acc += A B with A packed in registers: an accumulator's layout, rounded, is the layout of an A operand.
+template <class T, class Layout, class BTile, bool B_IS_NK, int ROWS, int COLS, int PAIRS>
+__device__ __forceinline__ void multiply_packed(float (&acc)[ROWS][COLS], const uint32 (&a)[ROWS][PAIRS], SharedAddress b) {
+  const uint32 b_first = b_address<Layout, BTile, B_IS_NK>(b);
+#pragma unroll
+  for (int depth = 0; depth < PAIRS / 2; ++depth) {
+    uint32 a_part[ROWS / 2][4];
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; ++i) {
+      a_part[i][0] = a[2 * i][2 * depth];
+      a_part[i][1] = a[2 * i + 1][2 * depth];
+      a_part[i][2] = a[2 * i][2 * depth + 1];
+      a_part[i][3] = a[2 * i + 1][2 * depth + 1];
+    }
+    multiply_depth<T, BTile, B_IS_NK>(acc, a_part, b_first, depth);
+  }
+}

@@ -1,0 +1,60 @@
+"""A few forwards and backwards for compute-sanitizer, checked against dense attention on the CPU. Not a pytest file.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
+
+The exit status is not 0 when a result is wrong. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation
+of its own, so that memcheck sees a read one element past its end.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
+
+import support  # noqa: E402
+import torch  # noqa: E402
+from cases import Spec, attend  # noqa: E402
+
+import flashgen  # noqa: E402
+
+SPECS = [
+    Spec(64, causal=True),
+    Spec(128, causal=True, dtype="float16"),
+    Spec(256, causal=True),
+    Spec(40, head_dim_v=24),
+    Spec(64, causal=True, deterministic=True),
+]
+LENGTHS = [(113, 203), (203, 113), (1, 70), (128, 128)]
+
+
+def run(spec, lengths):
+    """Sentences on what is wrong. Only flashgen's kernels and torch's copies run on the GPU."""
+    kernel = flashgen.compile(**spec.options())
+    arrays = [x.cuda() for x in cpu_inputs(spec, lengths)]
+    leaves = [x.requires_grad_() for x in arrays[:3]]
+    o, lse = attend(kernel)(*leaves)
+    gradients = torch.autograd.grad(o, leaves, arrays[3])
+    torch.cuda.synchronize()
+    result = support.Result(*(x.detach().cpu() for x in (o, lse, *gradients)))
+    return support.judge(result, *(x.detach().cpu() for x in arrays), causal=spec.causal)
+
+
+def cpu_inputs(spec, lengths):
+    dims = (1, *lengths, 4, 2, spec.head_dim, spec.head_dim_v)
+    return support.random_inputs(*dims, dtype=getattr(torch, spec.dtype), device="cpu")
+
+
+def main():
+    wrong = 0
+    for spec in SPECS:
+        for lengths in LENGTHS:
+            found = run(spec, lengths)
+            wrong += bool(found)
+            print(f"{spec} {lengths}: {'; '.join(found) or 'right'}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Attention problems for the interpreters' tests: inputs, the kernels run one after another, dense float64 formulas."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flashgen.attention import backward, forward
+from flashgen.interp import tile
+from flashgen.interp.common import round_to
+from flashgen.spec import Spec
+
+
+@dataclass
+class Problem:
+    """One call of attention; arrays are (batch, heads, seqlen[, dim]) with the true head dims."""
+
+    spec: Spec
+    batches: int = 1
+    heads: int = 1
+    heads_kv: int = 1
+    seqlen_q: int = 8
+    seqlen_k: int = 8
+    seed: int = 0
+    scale: float = 0.0
+    arrays: dict = field(init=False)
+
+    def __post_init__(self):
+        rng = np.random.default_rng(self.seed)
+        d, dv = self.spec.head_dim, self.spec.head_dim_v
+        queries, keys = (self.batches, self.heads, self.seqlen_q), (self.batches, self.heads_kv, self.seqlen_k)
+        shapes = {"q": (*queries, d), "k": (*keys, d), "v": (*keys, dv), "dout": (*queries, dv)}
+        self.arrays = {name: round_to(self.spec.dtype, rng.standard_normal(s)) for name, s in shapes.items()}
+        self.arrays["dlse"] = rng.standard_normal(queries).astype(np.float32)
+        self.scale = self.scale or 1.0 / math.sqrt(d)
+
+    @property
+    def scalars(self):
+        return {
+            "seqlen_q": self.seqlen_q,
+            "seqlen_k": self.seqlen_k,
+            "heads": self.heads,
+            "heads_kv": self.heads_kv,
+            "group": self.heads // self.heads_kv,
+            "batches": self.batches,
+            "scale": self.scale,
+            "scale_log2": self.scale * math.log2(math.e),
+        }
+
+    def dims(self, block_q=8, block_kv=8, multiple=8):
+        def padded(dim):
+            return -(-dim // multiple) * multiple
+
+        return {
+            "block_q": block_q,
+            "block_kv": block_kv,
+            "head_dim": padded(self.spec.head_dim),
+            "head_dim_v": padded(self.spec.head_dim_v),
+        }
+
+    def outputs(self, dims):
+        """Every output and workspace, poisoned."""
+        queries, keys = (self.batches, self.heads, self.seqlen_q), (self.batches, self.heads_kv, self.seqlen_k)
+        padded_q = -(-self.seqlen_q // dims["block_q"]) * dims["block_q"]
+        d, dv = self.spec.head_dim, self.spec.head_dim_v
+        shapes = {"o": (*queries, dv), "lse": queries, "delta": queries, "lse_log2": queries, "dq": (*queries, d)}
+        shapes |= {"dk": (*keys, d), "dv": (*keys, dv)}
+        shapes["dq_workspace"] = (self.batches, self.heads, padded_q, dims["head_dim"])
+        return {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
+
+    def kernels(self):
+        """The launches of a forward and a backward, in order."""
+        spec = self.spec
+        first = [forward.forward(spec), backward.delta(spec), backward.backward(spec)]
+        return [*first, backward.backward_dq(spec) if spec.deterministic else backward.convert_dq(spec)]
+
+    def run_tile(self, block_q=8, block_kv=8, multiple=8, listener=None, kernels=None):
+        dims = self.dims(block_q, block_kv, multiple)
+        arrays = {**self.arrays, **self.outputs(dims)}
+        for kernel in kernels or self.kernels():
+            tile.run(kernel, dims, arrays, self.scalars, listener)
+        return arrays
+
+    def dense(self):
+        """Dense float64: o, lse, dq, dk, dv."""
+        q, dout, dlse = (self.arrays[name].astype(np.float64) for name in ("q", "dout", "dlse"))
+        group = self.heads // self.heads_kv
+        k, v = (np.repeat(self.arrays[name].astype(np.float64), group, axis=1) for name in ("k", "v"))
+        s = q @ k.swapaxes(2, 3) * self.scale
+        if self.spec.causal:
+            i, j = np.arange(self.seqlen_q)[:, None], np.arange(self.seqlen_k)
+            s = np.where(j <= i + self.seqlen_k - self.seqlen_q, s, -np.inf)
+        top = s.max(axis=3, initial=-np.inf)
+        top = np.where(np.isfinite(top), top, 0.0)
+        e = np.exp(s - top[..., None])
+        total = e.sum(axis=3)
+        with np.errstate(divide="ignore"):
+            lse = np.log(total) + top
+        p = e / np.where(total == 0, 1, total)[..., None]
+        o = p @ v
+        delta = (o * dout).sum(axis=3) - dlse
+        ds = p * (dout @ v.swapaxes(2, 3) - delta[..., None]) * self.scale
+        dk, dv = ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
+        shape = (self.batches, self.heads_kv, group, self.seqlen_k, -1)
+        grouped = [x.reshape(*shape[:-1], x.shape[3]).sum(axis=2) for x in (dk, dv)]
+        return {"o": o, "lse": lse, "dq": ds @ k, "dk": grouped[0], "dv": grouped[1]}
+
+
+def assert_close(arrays, expected, dtype, names=("o", "lse", "dq", "dk", "dv")):
+    """Within a few roundings of the storage type of the largest value; where float64 is infinite, exactly that."""
+    unit = 2.0**-8 if dtype.name == "bfloat16" else 2.0**-11
+    for name in names:
+        x, ref = arrays[name], expected[name]
+        assert x.shape == ref.shape, name
+        finite = np.isfinite(ref)
+        np.testing.assert_array_equal(x[~finite], ref[~finite], err_msg=name)
+        bound = (3 * unit if name != "lse" else 1e-5) * (1 + np.abs(ref[finite]).max(initial=0.0))
+        worst = np.abs(x[finite] - ref[finite]).max(initial=0.0)
+        assert worst <= bound, f"{name}: {worst} > {bound}"
