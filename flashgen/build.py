@@ -36,15 +36,25 @@ def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
 
 @cache
 def _forward(spec: Spec, arch: Arch) -> Stages:
-    kernel = forward_nest.forward(spec)
-    return _finish(kernel, planner.plan(kernel, spec, arch), spec)
+    nest = forward_nest.forward(spec)
+    return forward_with(spec, planner.plan(nest, spec, arch))
+
+
+def forward_with(spec: Spec, plan: Plan) -> Stages:
+    """The forward with a given plan."""
+    return _finish(forward_nest.forward(spec), plan, spec)
 
 
 @cache
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq."""
     nest = backward_nests.backward(spec)
-    main = planner.plan(nest, spec, arch)
+    return backward_with(spec, planner.plan(nest, spec, arch))
+
+
+def backward_with(spec: Spec, main: Plan) -> tuple[Stages, ...]:
+    """The backward with a given plan for its main kernel; the others follow its blocks."""
+    nest, arch = backward_nests.backward(spec), main.arch
 
     def follow(make: Callable[[Spec], Kernel]) -> Stages:
         kernel = make(spec)

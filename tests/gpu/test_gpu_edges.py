@@ -30,7 +30,7 @@ def test_every_pair_of_tiny_lengths(kernel, spec):
     found = []
     for seqlen_q in range(1, 21):
         for seqlen_k in range(1, 21):
-            arrays = inputs(spec, 1, seqlen_q, seqlen_k, 2, 1, seed=seqlen_q)
+            arrays = inputs(spec, 3, seqlen_q, seqlen_k, 4, 2, seed=seqlen_q)
             sentences = support.failures(attend(kernel), *arrays, causal=True)
             found += [f"({seqlen_q}, {seqlen_k}) {sentence}" for sentence in sentences]
     report(found)

@@ -1,0 +1,183 @@
+"""Bad input is refused with one sentence that names what is wrong, and before anything is compiled."""
+
+import math
+
+import numpy as np
+import pytest
+
+import flashgen
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(tmp_path, monkeypatch):
+    """Every cubin is written to the disk cache, so an empty cache shows that nothing was compiled."""
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    yield
+    assert not list(tmp_path.rglob("*"))
+
+
+def refused(call, *args, mentions, **options):
+    """call(...) raises ValueError or TypeError; the message is one line and matches every pattern of `mentions`."""
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call(*args, **options)
+    message = str(caught.value)
+    assert "\n" not in message and 15 <= len(message) <= 300, message
+    for pattern in [mentions] if isinstance(mentions, str) else mentions:
+        assert pattern.lower() in message.lower(), f"{pattern!r} is not in: {message}"
+
+
+def arrays(*shapes, dtype=np.float16):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def good():
+    return arrays((2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16))
+
+
+@pytest.fixture
+def kernel():
+    return flashgen.compile(16, True, dtype="float16")
+
+
+def both_ways(kernel, q, k, v, *, mentions, **options):
+    refused(kernel, q, k, v, mentions=mentions, **options)
+    refused(flashgen.attention, q, k, v, mentions=mentions, **options)
+
+
+def test_good_input_is_not_refused(kernel):
+    """The other tests change one thing in this."""
+    assert kernel(*good()).shape == flashgen.attention(*good()).shape == (2, 5, 4, 16)
+
+
+@pytest.mark.parametrize("head_dim", [0, -8, 4, 12, 100, 257, 264, 512])
+def test_head_dim(head_dim):
+    refused(flashgen.compile, head_dim, True, mentions=["head_dim", str(head_dim)])
+    refused(flashgen.compile, 64, True, head_dim_v=head_dim, mentions=["head_dim_v", str(head_dim)])
+
+
+@pytest.mark.parametrize("head_dim", ["128", 128.0, None, True])
+def test_head_dim_is_an_integer(head_dim):
+    refused(flashgen.compile, head_dim, mentions="head_dim")
+
+
+@pytest.mark.parametrize("dim", [12, 100, 264])
+def test_head_dim_of_arrays(dim):
+    refused(flashgen.attention, *arrays(*[(1, 4, 2, dim)] * 3), mentions=["head_dim", str(dim)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "half precision", np.float32])
+def test_dtype(dtype):
+    refused(flashgen.compile, 64, dtype=dtype, mentions="dtype")
+
+
+def test_torch_dtype():
+    torch = pytest.importorskip("torch")
+    refused(flashgen.compile, 64, dtype=torch.float32, mentions=["dtype", "float32"])
+
+
+@pytest.mark.parametrize("arch", ["sm_999", "sm_70", "ampere", "", "sm_80; rm"])
+def test_arch(arch):
+    refused(flashgen.compile, 64, arch=arch, mentions=["arch", "sm_80"])
+
+
+def test_layout_and_target():
+    refused(flashgen.compile, 64, layout="sbhd", mentions=["layout", "sbhd"])
+    refused(flashgen.compile, 64, target="gpu", mentions=["target", "gpu"])
+    refused(flashgen.attention, *good(), layout="sbhd", mentions=["layout", "sbhd"])
+
+
+def test_float32_arrays(kernel):
+    both_ways(kernel, *(x.astype(np.float32) for x in good()), mentions="float32")
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_mixed_dtypes(kernel, position):
+    given = good()
+    given[position] = given[position].astype(np.float32)
+    both_ways(kernel, *given, mentions="float32")
+
+
+def test_mixed_torch_dtypes():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x) for x in good())
+    refused(flashgen.attention, q, k.bfloat16(), v, mentions="bfloat16")
+    refused(flashgen.compile(16, dtype="bfloat16"), q, k, v, mentions=["bfloat16", "float16"])
+
+
+def test_mixed_kinds_of_arrays(kernel):
+    torch = pytest.importorskip("torch")
+    q, k, v = good()
+    both_ways(kernel, q, torch.from_numpy(k), v, mentions="torch")
+
+
+@pytest.mark.parametrize("wrong", [None, 3.0, [[1.0]], "q"])
+def test_not_an_array(kernel, wrong):
+    _, k, v = good()
+    both_ways(kernel, wrong, k, v, mentions="q")
+
+
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(3, 2), (2, 4), (4, 3)])
+def test_heads_that_do_not_divide(kernel, heads_q, heads_kv):
+    given = arrays((2, 5, heads_q, 16), (2, 7, heads_kv, 16), (2, 7, heads_kv, 16))
+    both_ways(kernel, *given, mentions=["heads", str(heads_q), str(heads_kv)])
+
+
+def test_zero_heads(kernel):
+    both_ways(kernel, *arrays((2, 5, 4, 16), (2, 7, 0, 16), (2, 7, 0, 16)), mentions="heads")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mentions"),
+    [
+        ([(2, 5, 4, 16), (3, 7, 2, 16), (2, 7, 2, 16)], "batch"),
+        ([(2, 5, 4, 16), (2, 7, 2, 16), (3, 7, 2, 16)], "batch"),
+        ([(1, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16)], "batch"),
+        ([(2, 5, 4, 16), (2, 7, 2, 16), (2, 8, 2, 16)], "seqlen"),
+        ([(2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 4, 16)], "heads"),
+        ([(2, 5, 4, 16), (2, 7, 2, 24), (2, 7, 2, 16)], "head_dim"),
+        ([(5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16)], "q"),
+        ([(2, 5, 4, 16), (1, 2, 7, 2, 16), (2, 7, 2, 16)], "k"),
+    ],
+)
+def test_shapes_that_disagree(kernel, shapes, mentions):
+    both_ways(kernel, *arrays(*shapes), mentions=mentions)
+
+
+def test_shapes_that_are_not_the_kernels(kernel):
+    refused(kernel, *arrays(*[(2, 5, 2, 32)] * 3), mentions=["head_dim", "32", "16"])
+    refused(kernel, *arrays((2, 5, 2, 16), (2, 5, 2, 16), (2, 5, 2, 32)), mentions=["head_dim_v", "32", "16"])
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["every other element", "transposed", "reversed"])
+def test_last_dimension_not_contiguous(kernel, position, kind):
+    given = good()
+    x = given[position]
+    given[position] = {
+        "every other element": np.repeat(x, 2, axis=-1)[..., ::2],
+        "transposed": np.ascontiguousarray(x.swapaxes(1, 3)).swapaxes(1, 3),
+        "reversed": x[..., ::-1],
+    }[kind]
+    both_ways(kernel, *given, mentions=["contiguous", "qkv"[position]])
+
+
+@pytest.mark.parametrize("scale", [-1.0, -1e-30, math.nan, math.inf, -math.inf])
+def test_scale(kernel, scale):
+    both_ways(kernel, *good(), scale=scale, mentions="scale")
+
+
+@pytest.mark.parametrize("scale", ["0.1", [0.1]])
+def test_scale_is_a_number(kernel, scale):
+    both_ways(kernel, *good(), scale=scale, mentions="scale")
+
+
+def test_a_lone_element_is_contiguous(kernel):
+    """Lengths of one, where strides mean nothing, are not an error."""
+    q, k, v = (x[:, :1] for x in good())
+    assert np.isfinite(kernel(q, k, v)).all()
+
+
+def test_target_cuda_needs_a_gpu_array():
+    """NumPy arrays lie on the host; a kernel that may only run on the GPU says so, and does not interpret silently."""
+    refused(flashgen.compile(16, dtype="float16", target="cuda", arch="sm_80"), *good(), mentions="cuda")
