@@ -155,8 +155,8 @@ class Block:
         batch, head, *inner = origin
         array = self.arrays[window.buffer]
         if not (0 <= batch < array.shape[0] and 0 <= head < array.shape[1]):
-            place = f"batch {batch}, head {head}"
-            raise Hazard(f"warp {warp.index}, `{stmt_text(warp.at)}`: {window.buffer} has no {place}")
+            at = stmt_text(warp.at) if warp.at else ""
+            raise Hazard(f"warp {warp.index}, `{at}`: {window.buffer} has no batch {batch}, head {head}")
         return array[batch, head], (*inner, *(0,) * (len(shape) - len(inner)))
 
     def load(self, warp: Warp, window: Window, shape: tuple[int, ...], *index: np.ndarray) -> np.ndarray:

@@ -26,6 +26,10 @@ _FRAME = r"Function properties for (\S+)\s[^\n]*?(\d+) bytes stack frame, (\d+) 
 _LOSS = re.compile(r"Performance Loss|serialized|setmaxnreg.*ignored")
 
 
+# NVRTC has a cache of its own, and a hit in it says nothing of registers and spills.
+OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-cache")
+
+
 class CompileError(RuntimeError):
     """A kernel that NVRTC or ptxas refuses, or compiles to something slow. `log` is all that the compiler said."""
 
@@ -189,7 +193,7 @@ def _run_nvrtc(source: Source, arch: str, options: tuple[str, ...]) -> tuple[byt
     texts = [text.encode() for _, text in source.headers]
     program = compiler.createProgram(source.text, f"{source.name}.cu", texts, names)
     try:
-        compiler.compileProgram(program, (f"-arch={arch}", "--std=c++17", "--ptxas-options=-v", *options))
+        compiler.compileProgram(program, (*OPTIONS, f"-arch={arch}", *options))
         return compiler.getCUBIN(program), _text(compiler.getProgramLog(program))
     except compiler.NVRTCError as error:
         text = _text(compiler.getProgramLog(program))

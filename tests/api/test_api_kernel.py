@@ -30,7 +30,7 @@ def test_every_stage_is_text(arch, options):
     for name in source:
         assert name.isidentifier()
         assert all(isinstance(stage[name], str) and stage[name].strip() for stage in (ir, machine, source))
-        assert f" {name}(" in source[name] and "__global__" in source[name] and 'extern "C"' in source[name]
+        assert f"{name}(" in source[name] and "__global__" in source[name] and 'extern "C"' in source[name]
     assert any("bwd" in name or "backward" in name for name in source)
     assert any("fwd" in name or "forward" in name for name in source)
 

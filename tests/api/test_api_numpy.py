@@ -58,7 +58,7 @@ def test_lengths_of_zero(batch, seqlen_q, seqlen_k, causal):
     check(kernel(q, k, v, return_lse=True), q, k, v, causal=causal)
 
 
-@pytest.mark.parametrize("scale", [None, 0.01, 1.0, np.float32(0.3)])
+@pytest.mark.parametrize("scale", [None, 0.01, 1.0])
 def test_scale(scale):
     q, k, v = inputs(20, 30)
     kernel = flashgen.compile(16, True, dtype="float16")

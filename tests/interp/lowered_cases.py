@@ -29,7 +29,7 @@ OUTPUTS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What a planner chooses: warps, instruction heights a warp, columns of a step, stages, warps across the columns."""
+    """What a planner chooses: warps, instruction heights a warp, columns of a step, stages, warps across columns."""
 
     warps: int = 2
     height: int = 1
@@ -48,7 +48,7 @@ class Choice:
                 (("k_tile", first), ("v_tile", second)),
                 tuple((name, (self.warps, 1)) for name in tiles),
             )
-        layouts = {name: (self.warps // self.split, self.split) for name in tiles}
+        layouts = dict.fromkeys(tiles, (self.warps // self.split, self.split))
         if "dq_acc" in layouts:
             layouts["dq_acc"] = balanced(self.warps, self.columns, sizes["head_dim"], arch)
         stages = {"q_tile": first, "lse_tile": first, "dout_tile": second, "delta_tile": second}
@@ -89,18 +89,33 @@ def compare(problem: Problem, chosen: dict[str, Plan], seeds=(0,)) -> dict[str, 
     for kernel in problem.kernels():
         its_plan = chosen[kernel.name]
         lowered = lower.run(kernel, its_plan)
-        before = {name: array.copy() for name, array in arrays.items()}
-        tile.run(kernel, its_plan.sizes, arrays, problem.scalars)
+        before = copies(arrays)
+        counter = tile.Counter()
+        tile.run(lower.tile(kernel), its_plan.sizes, arrays, problem.scalars, counter)
         for seed in seeds:
-            on_machine = {name: array.copy() for name, array in before.items()}
-            traces[kernel.name] = machine.run(lowered, its_plan, on_machine, problem.scalars, seed)
-            for name in OUTPUTS[kernel.name]:
-                if name in arrays:
-                    _assert_same(f"{kernel.name}: {name}", on_machine[name], arrays[name], problem.spec.dtype)
+            trace = machine_equals_tile(lowered, its_plan, problem, before, arrays, seed)
+            traces[kernel.name] = trace
+            assert trace.flops == counter.flops, kernel.name
+            assert trace.global_bytes_read == counter.global_bytes_read, kernel.name
+            assert trace.global_bytes_written >= counter.global_bytes_written, kernel.name
     return traces
 
 
-def _assert_same(what, x, expected, dtype):
+def copies(arrays):
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+def machine_equals_tile(lowered, its_plan, problem, before, after, seed=0) -> machine.Trace:
+    """One lowered kernel on the arrays as they were before it, against what the tile interpreter made of them."""
+    arrays = copies(before)
+    trace = machine.run(lowered, its_plan, arrays, problem.scalars, seed)
+    for name in OUTPUTS[lowered.name]:
+        if name in after:
+            assert_same(f"{lowered.name}: {name}", arrays[name], after[name], problem.spec.dtype)
+    return trace
+
+
+def assert_same(what, x, expected, dtype):
     """Equal but for the order of sums, which may move a value to the neighbouring one of the storage type."""
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(x[~finite], expected[~finite], err_msg=what)
