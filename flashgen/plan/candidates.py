@@ -26,7 +26,7 @@ def _tile_names(kernel: Kernel) -> list[str]:
 
 def _columns(arch: Arch) -> tuple[int, ...]:
     step = 2 * arch.mma[1]
-    return tuple(step * count for count in (1, 2, 4, 6, 8))
+    return tuple(step * count for count in (1, 2, 3, 4, 5, 6, 8))
 
 
 def _rows_of_queries(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:

@@ -35,9 +35,20 @@ class Candidate:
 
     def __str__(self) -> str:
         tile = " x ".join(f"{name.removeprefix('block_')} {size}" for name, size in self.blocks)
-        depth = max((count for _, count in self.stages), default=1)
-        split = "" if all(layout[1] == 1 for _, layout in self.layouts) else ", P through shared memory"
-        return f"{tile}, {self.warps} warps, {depth} stage{'s' * (depth > 1)}{split}"
+        return f"{tile}, {self.warps} warps{self._stages_text()}{self._layout_text()}"
+
+    def _stages_text(self) -> str:
+        """How deep the copies are staged: one number where all tiles agree."""
+        depths = [count for name, count in self.stages if name.endswith("_tile") and not name.startswith(("lse", "delta"))]
+        if not depths:
+            return ""
+        text = str(depths[0]) if len(set(depths)) == 1 else " and ".join(map(str, depths))
+        return f", {text} stage{'s' * (text != '1')}"
+
+    def _layout_text(self) -> str:
+        """How the scores are divided, where not by rows alone."""
+        along_rows, along_cols = dict(self.layouts).get("s", (self.warps, 1))
+        return f", scores {along_rows} x {along_cols} among the warps" if along_cols > 1 else ""
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,15 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return result;
 }
 
-// A (batch, head, row, column) array with contiguous columns; strides count elements.
+// A (batch, head, row, column) array with contiguous columns; strides count elements. The row stride has 32 bits, so
+// that a row's offset is one multiply-add to 64 bits, which needs no register beyond its result.
 template <class T>
 struct Tensor {
   T* data;
-  int64 batch_stride, head_stride, row_stride;
+  int64 batch_stride, head_stride;
+  int row_stride, unused;
   __device__ __forceinline__ T* at(int batch, int head, int row) const {
-    return data + batch * batch_stride + head * head_stride + row * row_stride;
+    return data + batch * batch_stride + head * head_stride + int64(row) * row_stride;
   }
 };
 
@@ -188,17 +190,18 @@ struct Pieces {
 
 // A shared tile goes to global memory; rows from rows_left on and columns from TRUE_COLS on stay behind.
 template <class Tile, int TRUE_COLS, int THREADS, class T>
-__device__ __forceinline__ void store_tile(T* target, int64 row_stride, int rows_left, SharedAddress tile) {
+__device__ __forceinline__ void store_tile(T* target, int row_stride, int rows_left, SharedAddress tile) {
   using Split = Pieces<Tile, THREADS>;
+  const int left = rows_left - Split::row();
 #pragma unroll
   for (int r = 0; r < Split::ROW_PASSES; ++r) {
     const int row = Split::row() + r * Split::ROW_STEP;
-    if (row >= rows_left || !Split::inside(row)) continue;
+    if (r * Split::ROW_STEP >= left || !Split::inside(row)) continue;
 #pragma unroll
     for (int c = 0; c < Split::COL_PASSES; ++c) {
       const int col = Split::col() + c * Split::LANES * 8;
       if (col >= TRUE_COLS) continue;
-      *reinterpret_cast<uint4*>(target + row * row_stride + col) =
+      *reinterpret_cast<uint4*>(target + int64(row) * row_stride + col) =
           *reinterpret_cast<const uint4*>(tile.data + row * Tile::ROW_BYTES + col * 2);
     }
   }

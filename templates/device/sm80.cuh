@@ -13,35 +13,37 @@ __device__ __forceinline__ void copy_16_async(uint32 target, const void* source,
                : "memory");
 }
 
-// A tile of global memory into shared memory, zeros from row rows_left and from column TRUE_COLS on.
+// A tile of global memory into shared memory, zeros from row rows_left and from column TRUE_COLS on. Each thread
+// compares what is left from its own first row on with constants: the rows themselves would take a register each.
 template <class Tile, int TRUE_COLS, int THREADS, class T>
-__device__ __forceinline__ void copy_tile_async(SharedAddress tile, const T* source, int64 row_stride, int rows_left) {
+__device__ __forceinline__ void copy_tile_async(SharedAddress tile, const T* source, int row_stride, int rows_left) {
   using Split = Pieces<Tile, THREADS>;
   const uint32 target = tile.address() + Split::row() * Tile::ROW_BYTES + Split::col() * 2;
-  const T* piece = source + Split::row() * row_stride + Split::col();
+  const T* line = source + int64(Split::row()) * row_stride + Split::col();
+  const int left = rows_left - Split::row();
 #pragma unroll
   for (int r = 0; r < Split::ROW_PASSES; ++r) {
-    const int row = Split::row() + r * Split::ROW_STEP;
-    const T* line = piece + r * Split::ROW_STEP * row_stride;
-    if (!Split::inside(row)) continue;
+    if (Split::inside(Split::row() + r * Split::ROW_STEP)) {
 #pragma unroll
-    for (int c = 0; c < Split::COL_PASSES; ++c) {
-      const bool valid = row < rows_left && (TRUE_COLS == Tile::COLS || Split::col() + c * Split::LANES * 8 < TRUE_COLS);
-      const T* from = valid ? line + c * Split::LANES * 8 : source;
-      copy_16_async(target + r * Split::ROW_STEP * Tile::ROW_BYTES + c * Split::LANES * 16, from, valid);
+      for (int c = 0; c < Split::COL_PASSES; ++c) {
+        const bool column = TRUE_COLS == Tile::COLS || Split::col() + c * Split::LANES * 8 < TRUE_COLS;
+        copy_16_async(target + r * Split::ROW_STEP * Tile::ROW_BYTES + c * Split::LANES * 16, line + c * Split::LANES * 8,
+                      r * Split::ROW_STEP < left && column);
+      }
     }
+    line += int64(Split::ROW_STEP) * row_stride;
   }
 }
 
 // The same for rows that do not start on 16-byte boundaries: element by element, through registers.
 template <class Tile, int TRUE_COLS, int THREADS, class T>
-__device__ __forceinline__ void copy_tile_elements(SharedAddress tile, const T* source, int64 row_stride, int rows_left) {
+__device__ __forceinline__ void copy_tile_elements(SharedAddress tile, const T* source, int row_stride, int rows_left) {
 #pragma unroll 4
   for (int at = threadIdx.x; at < Tile::ROWS * Tile::COLS; at += THREADS) {
     const int row = at / Tile::COLS, col = at % Tile::COLS;
     const bool valid = row < rows_left && col < TRUE_COLS;
     *reinterpret_cast<unsigned short*>(tile.data + row * Tile::ROW_BYTES + col * 2) =
-        valid ? source[row * row_stride + col].bits : 0;
+        valid ? source[int64(row) * row_stride + col].bits : 0;
   }
 }
 

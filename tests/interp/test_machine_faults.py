@@ -44,6 +44,10 @@ from flashgen.machine.sm80 import (
     MmaSync,
 )
 
+NO_BARRIER = r"read with no barrier since warp \d wrote it|read before anything was written"
+OVERWRITTEN, IN_FLIGHT = "overwritten stage: no barrier since", "in flight"
+RACE = f"({NO_BARRIER}|{OVERWRITTEN}|{IN_FLIGHT})"
+
 
 def fails(body, reason, error=Hazard, seeds=SEEDS, **options):
     """The fault is found in every order of the warps."""
