@@ -14,7 +14,18 @@ import sys
 from pathlib import Path
 
 log = logging.getLogger("flashgen")
+VARIABLES = {
+    "FLASHGEN_DEBUG": "1 compiles, 2 plan, 3 IR after each pass, 4 CUDA, 5 SASS",
+    "FLASHGEN_DUMP": "a folder for each stage as a numbered file",
+    "FLASHGEN_INTERPRET": "1: run everything on the CPU interpreter",
+    "FLASHGEN_CACHE_DIR": "where compiled kernels are kept",
+}
 _numbers = itertools.count()
+
+
+def variables() -> list[tuple[str, str, str | None]]:
+    """The name, the meaning and the value (None where it is not set) of each variable that flashgen reads."""
+    return [(name, meaning, os.environ.get(name)) for name, meaning in VARIABLES.items()]
 
 
 def level() -> int:

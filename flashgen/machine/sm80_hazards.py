@@ -1,4 +1,4 @@
-"""Static check of shared-memory hazards: the program is walked as one warp issues it, with 0, 1 and 3 loop steps.
+"""Static check of shared-memory hazards: the program is walked as one warp issues it, with 0 to 4 loop steps.
 
 Between two barriers the warps run in any order, so at each access the walk asks: has what is read been waited for and
 shown to all by a barrier; does what is overwritten still have readers, or a copy in flight? Buffers that the byte map
@@ -20,6 +20,9 @@ from flashgen.machine.sm80 import CommitGroup, CopyTileAsync, CopyVectorAsync, W
 from flashgen.plan.plan import Plan
 
 Path = tuple[int, ...]
+
+# Loops are walked with each of these numbers of steps: none, and enough for every stage to be the last one.
+STEPS = (4, 3, 2, 1, 0)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Region:
 def hazards(kernel: Kernel, plan: Plan) -> list[Hazard]:
     """Every hazard found, in the order of the walk, each statement once."""
     found: dict[Path, Hazard] = {}
-    for steps in (3, 1, 0):
+    for steps in STEPS:
         for hazard in _Walk(kernel, plan, steps).run():
             found.setdefault(hazard.path, hazard)
     return list(found.values())

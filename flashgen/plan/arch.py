@@ -29,6 +29,7 @@ class Arch:
     max_registers: int = 255
     max_threads: int = 2048
     exp_rate: int = 16
+    warps: tuple[int, ...] = (4, 8)
     shared_bandwidth: int = 128
     vector_reductions: bool = False
     title: str = ""
@@ -85,6 +86,7 @@ TOY = Arch(
     shared_per_multiprocessor=8 * KIB,
     mma=(8, 8, 8),
     matrix_rate=64,
+    warps=(1, 2),
 )
 
 

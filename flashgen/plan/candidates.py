@@ -11,6 +11,9 @@ from flashgen.plan.plan import Candidate
 
 Layout = tuple[int, int]
 
+# Stages of (q and lse, dout and delta) in the backward.
+STAGES = ((1, 1), (2, 1), (2, 2))
+
 
 def candidates(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Candidate]:
     """All candidates for a kernel whose loop walks over keys, over queries, or that has no loop."""
@@ -32,7 +35,7 @@ def _columns(arch: Arch) -> tuple[int, ...]:
 def _rows_of_queries(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
     """Each warp owns one or two instruction heights of query rows, and sees every key of the block."""
     m = arch.mma[0]
-    for warps, height, block_kv, stages in product((4, 8), (1, 2), _columns(arch), (1, 2)):
+    for warps, height, block_kv, stages in product(arch.warps, (1, 2), _columns(arch), (1, 2)):
         yield Candidate(
             blocks=(("block_q", warps * height * m), ("block_kv", block_kv)),
             warps=warps,
@@ -44,7 +47,9 @@ def _rows_of_queries(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
 def _backward(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Candidate]:
     """Each warp owns rows of keys; where split, two warps share rows and divide the columns."""
     m = arch.mma[0]
-    for warps, height, split, block_q, stages in product((4, 8), (1, 2), (1, 2), _columns(arch), ((1, 1), (2, 1), (2, 2))):
+    for warps, height, split, block_q, stages in product(arch.warps, (1, 2), (1, 2), _columns(arch), STAGES):
+        if warps % split:
+            continue
         layout = (warps // split, split)
         layouts = {name: layout for name in _tile_names(kernel)}
         if "dq_acc" in layouts:

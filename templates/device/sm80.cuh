@@ -20,7 +20,6 @@ __device__ __forceinline__ void copy_tile_async(SharedAddress tile, const T* sou
   using Split = Pieces<Tile, THREADS>;
   const uint32 target = tile.address() + Split::row() * Tile::ROW_BYTES + Split::col() * 2;
   const T* line = source + int64(Split::row()) * row_stride + Split::col();
-  const int left = rows_left - Split::row();
 #pragma unroll
   for (int r = 0; r < Split::ROW_PASSES; ++r) {
     if (Split::inside(Split::row() + r * Split::ROW_STEP)) {
@@ -28,7 +27,7 @@ __device__ __forceinline__ void copy_tile_async(SharedAddress tile, const T* sou
       for (int c = 0; c < Split::COL_PASSES; ++c) {
         const bool column = TRUE_COLS == Tile::COLS || Split::col() + c * Split::LANES * 8 < TRUE_COLS;
         copy_16_async(target + r * Split::ROW_STEP * Tile::ROW_BYTES + c * Split::LANES * 16, line + c * Split::LANES * 8,
-                      r * Split::ROW_STEP < left && column);
+                      Split::row() + r * Split::ROW_STEP < rows_left && column);
       }
     }
     line += int64(Split::ROW_STEP) * row_stride;

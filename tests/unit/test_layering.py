@@ -25,6 +25,7 @@ LAYERS = [
     {"api", "catalog"},
     {"__init__"},
     {"integrations", "bench"},
+    {"cli"},
     {"__main__"},
 ]
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}

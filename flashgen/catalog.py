@@ -1,0 +1,77 @@
+"""The specs that generated/ holds, and the text of its files.
+
+generated/sm80/<spec>/<kernel>.cu, .ir (TILE, then MACHINE) and .plan are written for sm_80. Plans differ by chip, so
+the compile check of `make generate` takes each chip's own plan, and the texts of the other chips are not kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen import build
+from flashgen.ir.dtype import BF16, F16
+from flashgen.ir.printer import kernel_text
+from flashgen.plan.arch import ARCHES
+from flashgen.spec import Spec
+
+SPECS = (
+    Spec(64, 64, BF16, causal=False),
+    Spec(64, 64, BF16, causal=True),
+    Spec(128, 128, BF16, causal=False),
+    Spec(128, 128, BF16, causal=True),
+    Spec(256, 256, BF16, causal=False),
+    Spec(256, 256, BF16, causal=True),
+    Spec(64, 64, F16, causal=True),
+    Spec(128, 128, F16, causal=True),
+    Spec(40, 40, BF16, causal=False),  # padded to 48 inside the kernel
+    Spec(192, 128, BF16, causal=True),  # values narrower than keys
+    Spec(128, 128, BF16, causal=True, deterministic=True),
+)
+
+SHOWN = ARCHES["sm_80"]  # the chip whose text is kept
+COMPILED = tuple(ARCHES[name] for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120"))
+
+
+def files(spec: Spec) -> dict[str, str]:
+    """The files that generated/ holds for one spec: path below generated/ -> text."""
+    texts = {}
+    for name, stages in build.everything(spec, SHOWN).items():
+        path = f"{SHOWN.family}/{spec}/{name}"
+        texts[f"{path}.cu"] = stages.source.text
+        texts[f"{path}.ir"] = f"{kernel_text(stages.tile)}\n{kernel_text(stages.machine)}"
+        texts[f"{path}.plan"] = stages.plan.text()
+    return texts
+
+
+@dataclass
+class Entry:
+    """One kernel to compile, and the specs that it serves."""
+
+    stages: build.Stages
+    launch: int  # its place among the launches of its spec
+    specs: list[Spec]
+
+
+class Kernels:
+    """The kernels of some specs on every chip; those that come to the same code on the same chip are one entry."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], Entry] = {}
+
+    def add(self, spec: Spec) -> None:
+        """Plan and emit all kernels of a spec for every chip. Raises PlanError where one does not fit."""
+        for arch in COMPILED:
+            for launch, stages in enumerate(build.everything(spec, arch).values()):
+                entry = self._found.setdefault((arch.name, code(stages.source.text)), Entry(stages, launch, []))
+                entry.specs.append(spec)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All of them: by spec in the order given, then in the order of the launches, the chips side by side."""
+        specs = list(dict.fromkeys(entry.specs[0] for entry in self._found.values()))
+        return sorted(self._found.values(), key=lambda entry: (specs.index(entry.specs[0]), entry.launch))
+
+
+def code(text: str) -> str:
+    """CUDA text without its comments: what decides whether two kernels are the same."""
+    return "\n".join(line.split("//")[0].rstrip() for line in text.splitlines())

@@ -1,0 +1,88 @@
+"""Options that `explain` and `show` share: which spec, on which chip, and which of its kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from flashgen import build
+from flashgen.build import Stages
+from flashgen.plan.arch import ARCHES, Arch, parse_arch, with_shared_memory
+from flashgen.spec import Spec, parse_dtype
+
+UNITS = {"": 1, "k": 1024, "m": 1024**2}
+KERNELS = ("forward", "backward", "delta", "convert_dq", "backward_dq", "all")
+
+
+class ByteCount(click.ParamType):
+    """A number of bytes: 65536, 96K, 64KiB."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number, or click's error that names what is accepted."""
+        match = re.fullmatch(r"(\d+)\s*(?:(k|m)(?:i?b)?|b)?", str(value).strip().lower())
+        if not match:
+            self.fail(f"{value!r} is not a number of bytes; write 64KiB, 96K or 65536", param, ctx)
+        return int(match[1]) * UNITS[match[2] or ""]
+
+
+def problem(kernel_default: str) -> Callable[[Callable], Callable]:
+    """The options of a spec, a chip and a kernel; the command is handed spec=, arch= and kernel=."""
+    made = (
+        click.option(
+            "--head-dim", type=int, default=128, show_default=True, help="Of q and k: a multiple of 8 to 256."
+        ),
+        click.option("--head-dim-v", type=int, help="Of v, where it differs."),
+        click.option("--causal/--full", help="Which keys a query sees.  [default: full]"),
+        click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
+        click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
+        click.option("--arch", default="sm_80", show_default=True, help=f"{', '.join(ARCHES)}."),
+        click.option("--sram", type=ByteCount(), help="Pretend that a block has this much shared memory: 64KiB, 96K."),
+        click.option(
+            "--kernel",
+            metavar="NAME",
+            default=kernel_default,
+            show_default=True,
+            help=f"{', '.join(KERNELS)}; attention_forward and so on is understood too.",
+        ),
+    )
+
+    def decorate(function: Callable) -> Callable:
+        for option in reversed(made):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def parse_problem(
+    head_dim: int, head_dim_v: int | None, causal: bool, dtype: str, deterministic: bool, arch: str, sram: int | None
+) -> tuple[Spec, Arch]:
+    """The spec and the chip that the options stand for. Raises ValueError, with one sentence, for what is not one."""
+    width = head_dim if head_dim_v is None else head_dim_v
+    spec = Spec(head_dim, width, parse_dtype(dtype), causal, deterministic)
+    chip = parse_arch(arch)
+    return spec, chip if sram is None else with_shared_memory(chip, sram)
+
+
+def select(spec: Spec, arch: Arch, kernel: str) -> Iterator[Stages]:
+    """The kernels that --kernel names, each as soon as it is planned, so that one that does not fit hides no other."""
+    wanted = kernel.removeprefix("attention_")
+    if wanted not in KERNELS:
+        raise ValueError(f"kernel = {kernel!r} is not known; use one of {', '.join(KERNELS)}")
+    found = False
+    for make, names in ((build.forward, {"forward"}), (build.backward, set(KERNELS) - {"forward", "all"})):
+        if wanted != "all" and wanted not in names:
+            continue
+        for stages in make(spec, arch):
+            if wanted in ("all", stages.tile.name.removeprefix("attention_")):
+                found = True
+                yield stages
+    if not found:
+        which = "only a deterministic" if wanted == "backward_dq" else "a deterministic"
+        verb = "has" if wanted == "backward_dq" else "has no"
+        raise ValueError(f"{spec} has no kernel {wanted}; {which} backward {verb} one")

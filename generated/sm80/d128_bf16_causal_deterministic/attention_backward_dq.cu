@@ -1,0 +1,180 @@
+// attention_backward_dq: d128_bf16_causal_deterministic.
+// Written by flashgen; edit the IR or the templates, not this file.
+//
+// plan attention_backward_dq for sm_80
+//   tile q 256 x kv 32, 8 warps, 1 stage (chosen by cost model)
+//   block_q = 256, block_kv = 32, head_dim = 128, head_dim_v = 128
+//   256 threads, about 240 registers each, 1 blocks a multiprocessor
+//   shared memory 156672 of 166912 bytes
+//          0 ..  69632  dout_tile, 1 x 69632 bytes, 272 bytes a row
+//          0 ..  69632  dq_tile, 1 x 69632 bytes, 272 bytes a row
+//      69632 .. 139264  q_tile, 1 x 69632 bytes, 272 bytes a row
+//     139264 .. 147968  k_tile, 1 x 8704 bytes, 272 bytes a row
+//     147968 .. 156672  v_tile, 1 x 8704 bytes, 272 bytes a row
+//   warps of s: 8 along rows, 1 along columns
+//   warps of p: 8 along rows, 1 along columns
+//   warps of dp: 8 along rows, 1 along columns
+//   warps of ds: 8 along rows, 1 along columns
+//   warps of ds_operand: 8 along rows, 1 along columns
+//   warps of dq_acc: 8 along rows, 1 along columns
+//   warps of dq_out: 8 along rows, 1 along columns
+
+#include "flashgen/common.cuh"
+#include "flashgen/sm80.cuh"
+
+using element = bf16;
+
+constexpr int THREADS = 256;  // 8 warps
+constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
+constexpr int BLOCK_Q = 256;
+constexpr int BLOCK_KV = 32;
+constexpr int HEAD_DIM = 128;
+constexpr int HEAD_DIM_V = 128;
+constexpr int TRUE_HEAD_DIM = 128;  // before padding
+constexpr int TRUE_HEAD_DIM_V = 128;  // before padding
+
+// shared memory: rows x columns, bytes from row to row
+using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 272>;
+constexpr int DOUT_TILE_OFFSET = 0;
+using DqTile = SharedTile<BLOCK_Q, HEAD_DIM, 272>;
+constexpr int DQ_TILE_OFFSET = 0;
+using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 272>;
+constexpr int Q_TILE_OFFSET = 69632;
+using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 272>;
+constexpr int K_TILE_OFFSET = 139264;
+using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 272>;
+constexpr int V_TILE_OFFSET = 147968;
+
+// register tiles: rows x columns, warps along each
+using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
+using DqAcc = Fragment<BLOCK_Q, HEAD_DIM, 8, 1>;
+
+struct Args {
+  Tensor<element> q;  // batches, heads, seqlen_q, head_dim
+  Tensor<element> k;  // batches, heads, seqlen_k, head_dim
+  Tensor<element> v;  // batches, heads, seqlen_k, head_dim_v
+  Tensor<element> dout;  // batches, heads, seqlen_q, head_dim_v
+  Vector<float> lse_log2;  // batches, heads, seqlen_q
+  Vector<float> delta;  // batches, heads, seqlen_q
+  Tensor<element> dq;  // batches, heads, seqlen_q, head_dim
+  int seqlen_q;
+  int seqlen_k;
+  int heads;
+  int heads_kv;
+  int group;
+  int batches;
+  float scale_log2;
+  float scale;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_dq(const __grid_constant__ Args args) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
+  const SharedAddress dq_tile = {shared + DQ_TILE_OFFSET};
+  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
+  const SharedAddress k_tile = {shared + K_TILE_OFFSET};
+  const SharedAddress v_tile = {shared + V_TILE_OFFSET};
+
+  const int q_block_count = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+  const int q_block = q_block_count - 1 - blockIdx.x % q_block_count;
+  const int head_count = args.heads;
+  const int head = blockIdx.x / q_block_count % head_count;
+  const int batch = blockIdx.x / q_block_count / head_count;
+
+  float lse_row[S::ROWS];
+  float delta_row[S::ROWS];
+  float s[S::ROWS][S::COLS];
+  float p[S::ROWS][S::COLS];
+  float dp[S::ROWS][S::COLS];
+  float ds[S::ROWS][S::COLS];
+  uint32 ds_operand[S::ROWS][S::PAIRS];
+  float dq_acc[DqAcc::ROWS][DqAcc::COLS];
+  uint32 dq_out[DqAcc::ROWS][DqAcc::PAIRS];
+
+  const int head_kv = head / args.group;
+  const int q_start = q_block * BLOCK_Q;
+  copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head, q_start), args.q.row_stride, args.seqlen_q - q_start);
+  copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head, q_start), args.dout.row_stride, args.seqlen_q - q_start);
+  commit_group();
+  load_rows<S>(lse_row, args.lse_log2.at(batch, head, q_start), args.seqlen_q - q_start);
+  load_rows<S>(delta_row, args.delta.at(batch, head, q_start), args.seqlen_q - q_start);
+  fill(dq_acc, 0.0f);
+  // later blocks are not seen
+  const int last_kv_block = min((args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV, max(q_start + (args.seqlen_k - args.seqlen_q) + (BLOCK_Q - 1) + BLOCK_KV, 0) / BLOCK_KV);
+  if (0 < last_kv_block) {
+    copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, 0), args.k.row_stride, args.seqlen_k - 0);
+
+  }
+  commit_group();
+  for (int kv_block = 0; kv_block < last_kv_block; ++kv_block) {
+    const int kv_start = kv_block * BLOCK_KV;
+    wait_group<0>();
+    // k_tile landed; the slot of v_tile is free
+    __syncthreads();
+    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, kv_start), args.v.row_stride, args.seqlen_k - kv_start);
+    commit_group();
+    fill(s, 0.0f);
+    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile);
+    // only tiles on a boundary are masked
+    if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
+      #pragma unroll
+      for (int i = 0; i < S::ROWS; ++i) {
+        #pragma unroll
+        for (int j = 0; j < S::COLS; ++j) {
+          s[i][j] = kv_start + S::col(j) < args.seqlen_k && kv_start + S::col(j) <= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) ? s[i][j] : -INF;
+        }
+      }
+
+    }
+    #pragma unroll
+    for (int i = 0; i < S::ROWS; ++i) {
+      #pragma unroll
+      for (int j = 0; j < S::COLS; ++j) {
+        p[i][j] = exp2_approx(s[i][j] * args.scale_log2 - lse_row[i]);
+      }
+    }
+    wait_group<0>();
+    // v_tile landed
+    __syncthreads();
+    fill(dp, 0.0f);
+    multiply_shared<element, S, DoutTile, false, VTile, true>(dp, dout_tile, v_tile);
+    #pragma unroll
+    for (int i = 0; i < S::ROWS; ++i) {
+      #pragma unroll
+      for (int j = 0; j < S::COLS; ++j) {
+        ds[i][j] = p[i][j] * (dp[i][j] - delta_row[i]);
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < S::ROWS; ++i) {
+      #pragma unroll
+      for (int j = 0; j < S::PAIRS; ++j) {
+        ds_operand[i][j] = pack<element>(ds[i][2 * j], ds[i][2 * j + 1]);
+      }
+    }
+    multiply_packed<element, DqAcc, KTile, false>(dq_acc, ds_operand, k_tile);
+    // every warp is done with the tiles of this step
+    __syncthreads();
+    if (kv_block + 1 < last_kv_block) {
+      copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
+
+    }
+    commit_group();
+
+  }
+
+  #pragma unroll
+  for (int i = 0; i < DqAcc::ROWS; ++i) {
+    #pragma unroll
+    for (int j = 0; j < DqAcc::PAIRS; ++j) {
+      dq_out[i][j] = pack<element>(dq_acc[i][2 * j] * args.scale, dq_acc[i][2 * j + 1] * args.scale);
+    }
+  }
+  wait_group<0>();
+  // nothing is in flight any more
+  __syncthreads();
+  store_fragment<DqAcc, DqTile>(dq_tile, dq_out);
+  __syncthreads();
+  store_tile<DqTile, TRUE_HEAD_DIM, THREADS>(args.dq.at(batch, head, q_start), args.dq.row_stride, args.seqlen_q - q_start, dq_tile);
+
+}

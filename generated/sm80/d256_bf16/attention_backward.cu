@@ -1,0 +1,241 @@
+// attention_backward: d256_bf16.
+// Written by flashgen; edit the IR or the templates, not this file.
+//
+// plan attention_backward for sm_80
+//   tile kv 64 x q 64, 8 warps, 1 stage, scores 4 x 2 among the warps (chosen by cost model)
+//   block_q = 64, block_kv = 64, head_dim = 256, head_dim_v = 256
+//   256 threads, about 232 registers each, 1 blocks a multiprocessor
+//   shared memory 154112 of 166912 bytes
+//          0 ..  33792  dk_tile, 1 x 33792 bytes, 528 bytes a row
+//          0 ..  33792  dout_tile, 1 x 33792 bytes, 528 bytes a row
+//      33792 ..  67584  dv_tile, 1 x 33792 bytes, 528 bytes a row
+//      33792 ..  67584  k_tile, 1 x 33792 bytes, 528 bytes a row
+//      67584 .. 101376  q_tile, 1 x 33792 bytes, 528 bytes a row
+//     101376 .. 135168  v_tile, 1 x 33792 bytes, 528 bytes a row
+//     135168 .. 144384  ds_tile, 1 x 9216 bytes, 144 bytes a row
+//     144384 .. 153600  p_tile, 1 x 9216 bytes, 144 bytes a row
+//     153600 .. 153856  delta_tile, 1 x 256 bytes, 4 bytes a row
+//     153856 .. 154112  lse_tile, 1 x 256 bytes, 4 bytes a row
+//   warps of s: 4 along rows, 2 along columns
+//   warps of p: 4 along rows, 2 along columns
+//   warps of dp: 4 along rows, 2 along columns
+//   warps of ds: 4 along rows, 2 along columns
+//   warps of p_operand: 4 along rows, 2 along columns
+//   warps of ds_operand: 4 along rows, 2 along columns
+//   warps of dk_acc: 4 along rows, 2 along columns
+//   warps of dv_acc: 4 along rows, 2 along columns
+//   warps of dk_out: 4 along rows, 2 along columns
+//   warps of dv_out: 4 along rows, 2 along columns
+//   warps of dq_acc: 1 along rows, 8 along columns
+
+#include "flashgen/common.cuh"
+#include "flashgen/sm80.cuh"
+
+using element = bf16;
+
+constexpr int THREADS = 256;  // 8 warps
+constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
+constexpr int BLOCK_Q = 64;
+constexpr int BLOCK_KV = 64;
+constexpr int HEAD_DIM = 256;
+constexpr int HEAD_DIM_V = 256;
+constexpr int TRUE_HEAD_DIM = 256;  // before padding
+constexpr int TRUE_HEAD_DIM_V = 256;  // before padding
+constexpr int REDUCTION_WIDTH = 1;  // floats in one atomic addition
+
+// shared memory: rows x columns, bytes from row to row
+using DkTile = SharedTile<BLOCK_KV, HEAD_DIM, 528>;
+constexpr int DK_TILE_OFFSET = 0;
+using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 528>;
+constexpr int DOUT_TILE_OFFSET = 0;
+using DvTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 528>;
+constexpr int DV_TILE_OFFSET = 33792;
+using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 528>;
+constexpr int K_TILE_OFFSET = 33792;
+using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 528>;
+constexpr int Q_TILE_OFFSET = 67584;
+using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 528>;
+constexpr int V_TILE_OFFSET = 101376;
+using DsTile = SharedTile<BLOCK_KV, BLOCK_Q, 144>;
+constexpr int DS_TILE_OFFSET = 135168;
+using PTile = SharedTile<BLOCK_KV, BLOCK_Q, 144>;
+constexpr int P_TILE_OFFSET = 144384;
+constexpr int DELTA_TILE_OFFSET = 153600;
+constexpr int LSE_TILE_OFFSET = 153856;
+
+// register tiles: rows x columns, warps along each
+using S = Fragment<BLOCK_KV, BLOCK_Q, 4, 2>;
+using DkAcc = Fragment<BLOCK_KV, HEAD_DIM, 4, 2>;
+using DvAcc = Fragment<BLOCK_KV, HEAD_DIM_V, 4, 2>;
+using DqAcc = Fragment<BLOCK_Q, HEAD_DIM, 1, 8>;
+
+struct Args {
+  Tensor<element> q;  // batches, heads, seqlen_q, head_dim
+  Tensor<element> k;  // batches, heads, seqlen_k, head_dim
+  Tensor<element> v;  // batches, heads, seqlen_k, head_dim_v
+  Tensor<element> dout;  // batches, heads, seqlen_q, head_dim_v
+  Vector<float> lse_log2;  // batches, heads, seqlen_q
+  Vector<float> delta;  // batches, heads, seqlen_q
+  Tensor<element> dk;  // batches, heads, seqlen_k, head_dim
+  Tensor<element> dv;  // batches, heads, seqlen_k, head_dim_v
+  Tensor<float> dq_workspace;  // batches, heads, seqlen_q_padded, head_dim
+  int seqlen_q;
+  int seqlen_k;
+  int heads;
+  int heads_kv;
+  int group;
+  int batches;
+  float scale_log2;
+  float scale;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(const __grid_constant__ Args args) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const SharedAddress dk_tile = {shared + DK_TILE_OFFSET};
+  const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
+  const SharedAddress dv_tile = {shared + DV_TILE_OFFSET};
+  const SharedAddress k_tile = {shared + K_TILE_OFFSET};
+  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
+  const SharedAddress v_tile = {shared + V_TILE_OFFSET};
+  const SharedAddress ds_tile = {shared + DS_TILE_OFFSET};
+  const SharedAddress p_tile = {shared + P_TILE_OFFSET};
+  float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
+  float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
+
+  const int kv_block_count = (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV;
+  const int kv_block = blockIdx.x % kv_block_count;
+  const int head_kv_count = args.heads_kv;
+  const int head_kv = blockIdx.x / kv_block_count % head_kv_count;
+  const int batch = blockIdx.x / kv_block_count / head_kv_count;
+
+  float s[S::ROWS][S::COLS];
+  float p[S::ROWS][S::COLS];
+  float dp[S::ROWS][S::COLS];
+  float ds[S::ROWS][S::COLS];
+  uint32 p_operand[S::ROWS][S::PAIRS];
+  uint32 ds_operand[S::ROWS][S::PAIRS];
+  float dk_acc[DkAcc::ROWS][DkAcc::COLS];
+  float dv_acc[DvAcc::ROWS][DvAcc::COLS];
+  uint32 dk_out[DkAcc::ROWS][DkAcc::PAIRS];
+  uint32 dv_out[DvAcc::ROWS][DvAcc::PAIRS];
+  float dq_acc[DqAcc::ROWS][DqAcc::COLS];
+
+  const int kv_start = kv_block * BLOCK_KV;
+  copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, kv_start), args.k.row_stride, args.seqlen_k - kv_start);
+  copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, kv_start), args.v.row_stride, args.seqlen_k - kv_start);
+  commit_group();
+  fill(dk_acc, 0.0f);
+  fill(dv_acc, 0.0f);
+  const int q_blocks = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
+  if (0 < args.group * q_blocks) {
+    copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head_kv * args.group, 0), args.q.row_stride, args.seqlen_q - 0);
+    copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group, 0), args.seqlen_q - 0);
+
+  }
+  commit_group();
+  // head_in_group x q_block
+  for (int step = 0; step < args.group * q_blocks; ++step) {
+    const int head_in_group = step / q_blocks;
+    const int q_block = step % q_blocks;
+    const int head = head_kv * args.group + head_in_group;
+    const int q_start = q_block * BLOCK_Q;
+    wait_group<0>();
+    // q_tile landed; the slot of dout_tile is free
+    __syncthreads();
+    copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head, q_start), args.dout.row_stride, args.seqlen_q - q_start);
+    copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head, q_start), args.seqlen_q - q_start);
+    commit_group();
+    // keys are rows: s is the transpose of Q K^T
+    fill(s, 0.0f);
+    multiply_shared<element, S, KTile, false, QTile, true>(s, k_tile, q_tile);
+    // only tiles on a boundary are masked
+    if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k) {
+      #pragma unroll
+      for (int i = 0; i < S::ROWS; ++i) {
+        #pragma unroll
+        for (int j = 0; j < S::COLS; ++j) {
+          s[i][j] = kv_start + S::row(i) < args.seqlen_k ? s[i][j] : -INF;
+        }
+      }
+
+    }
+    #pragma unroll
+    for (int i = 0; i < S::ROWS; ++i) {
+      #pragma unroll
+      for (int j = 0; j < S::COLS; ++j) {
+        p[i][j] = exp2_approx(s[i][j] * args.scale_log2 - lse_tile[S::col(j)]);
+      }
+    }
+    wait_group<0>();
+    // dout_tile landed
+    __syncthreads();
+    fill(dp, 0.0f);
+    multiply_shared<element, S, VTile, false, DoutTile, true>(dp, v_tile, dout_tile);
+    #pragma unroll
+    for (int i = 0; i < S::ROWS; ++i) {
+      #pragma unroll
+      for (int j = 0; j < S::PAIRS; ++j) {
+        p_operand[i][j] = pack<element>(p[i][2 * j], p[i][2 * j + 1]);
+      }
+    }
+    // its readers are other warps
+    store_fragment<S, PTile>(p_tile, p_operand);
+    __syncthreads();
+    multiply_shared<element, DvAcc, PTile, false, DoutTile, false>(dv_acc, p_tile, dout_tile);
+    #pragma unroll
+    for (int i = 0; i < S::ROWS; ++i) {
+      #pragma unroll
+      for (int j = 0; j < S::COLS; ++j) {
+        ds[i][j] = p[i][j] * (dp[i][j] - delta_tile[S::col(j)]);
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < S::ROWS; ++i) {
+      #pragma unroll
+      for (int j = 0; j < S::PAIRS; ++j) {
+        ds_operand[i][j] = pack<element>(ds[i][2 * j], ds[i][2 * j + 1]);
+      }
+    }
+    // dQ needs every key of the block
+    store_fragment<S, DsTile>(ds_tile, ds_operand);
+    __syncthreads();
+    multiply_shared<element, DkAcc, DsTile, false, QTile, false>(dk_acc, ds_tile, q_tile);
+    fill(dq_acc, 0.0f);
+    multiply_shared<element, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
+    // other blocks of keys add to the same rows
+    add_fragment<REDUCTION_WIDTH, THREADS>(args.dq_workspace.at(batch, head, q_start), dq_acc);
+    // every warp is done with the tiles of this step
+    __syncthreads();
+    if (step + 1 < args.group * q_blocks) {
+      copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (step + 1) % q_blocks * BLOCK_Q), args.q.row_stride, args.seqlen_q - (step + 1) % q_blocks * BLOCK_Q);
+      copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group + (step + 1) / q_blocks, (step + 1) % q_blocks * BLOCK_Q), args.seqlen_q - (step + 1) % q_blocks * BLOCK_Q);
+
+    }
+    commit_group();
+
+  }
+
+  #pragma unroll
+  for (int i = 0; i < DkAcc::ROWS; ++i) {
+    #pragma unroll
+    for (int j = 0; j < DkAcc::PAIRS; ++j) {
+      dk_out[i][j] = pack<element>(dk_acc[i][2 * j] * args.scale, dk_acc[i][2 * j + 1] * args.scale);
+    }
+  }
+  #pragma unroll
+  for (int i = 0; i < DvAcc::ROWS; ++i) {
+    #pragma unroll
+    for (int j = 0; j < DvAcc::PAIRS; ++j) {
+      dv_out[i][j] = pack<element>(dv_acc[i][2 * j], dv_acc[i][2 * j + 1]);
+    }
+  }
+  store_fragment<DkAcc, DkTile>(dk_tile, dk_out);
+  wait_group<0>();
+  // nothing is in flight any more
+  __syncthreads();
+  store_fragment<DvAcc, DvTile>(dv_tile, dv_out);
+  __syncthreads();
+  store_tile<DkTile, TRUE_HEAD_DIM, THREADS>(args.dk.at(batch, head_kv, kv_start), args.dk.row_stride, args.seqlen_k - kv_start, dk_tile);
+  store_tile<DvTile, TRUE_HEAD_DIM_V, THREADS>(args.dv.at(batch, head_kv, kv_start), args.dv.row_stride, args.seqlen_k - kv_start, dv_tile);
+
+}
