@@ -1,7 +1,7 @@
 """flashgen: a generator of specialised exact-attention kernels.
 
-    o = flashgen.attention(q, k, v, causal=True)
-    kernel = flashgen.compile(head_dim=128, causal=True); print(kernel.explain()); o = kernel(q, k, v)
+o = flashgen.attention(q, k, v, causal=True)
+kernel = flashgen.compile(head_dim=128, causal=True); print(kernel.explain()); o = kernel(q, k, v)
 """
 
 from flashgen.api import Kernel, attention, compile

@@ -38,14 +38,21 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         """Run a command; at FLASHGEN_DEBUG >= 1 an error keeps its traceback."""
         from flashgen import debug
-        from flashgen.runtime.compile import CompileError
 
         try:
             return super().invoke(ctx)
-        except (ValueError, ImportError, OSError, CompileError) as error:
-            if debug.level() >= 1:
+        except (click.exceptions.Exit, click.ClickException, BrokenPipeError):  # click's own; `| head` has read enough
+            raise
+        except Exception as error:
+            if debug.level() >= 1 or not _is_expected(error):
                 raise
             raise click.ClickException(str(error)) from None
+
+
+def _is_expected(error: Exception) -> bool:
+    """True where the message is for the user: refused input, something missing, or an error that flashgen declares."""
+    declared = type(error).__module__.split(".")[0] == "flashgen"
+    return declared or isinstance(error, ValueError | ImportError | OSError)
 
 
 @click.command(cls=Commands)

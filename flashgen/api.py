@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -81,7 +81,7 @@ def attention(
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     library = library_of(q)
-    shape = getattr(v, "shape", ())
+    shape: Any = getattr(v, "shape", ())
     kernel = compile(
         head_dim=q.shape[-1] if len(q.shape) else 0,
         causal=causal,
@@ -244,12 +244,13 @@ class Kernel:
 
     def _bind(self, library: Library, stage: str, arrays: tuple, scale: float | None) -> Call:
         """The checked and bound call for arrays of these shapes, strides and alignment."""
+        check_scale(scale, self.spec.head_dim)
         pointers = 0
         for array in arrays:
             if library_of(array) is not library:
                 raise TypeError("q, k and v must be of one library; convert them")
             pointers |= library.pointer(array)
-        key = (stage, pointers % 16 == 0, scale, library.name, debug.interpret())
+        key: tuple[Any, ...] = (stage, pointers % 16 == 0, scale, library.name, debug.interpret())
         key += tuple((array.shape, library.strides(array), array.dtype, library.device(array)) for array in arrays)
         call = self._bound.get(key)
         if call is None:
@@ -283,7 +284,7 @@ class Kernel:
         problem = call.problem
         vector = (problem.heads * problem.seqlen_q, problem.seqlen_q)
         known: dict[str, tuple[int, ...]] = dict(zip(("q", "k", "v"), strides, strict=False))
-        known |= {name: vector for name in ("lse", "dlse", "lse_log2", "delta")}
+        known |= dict.fromkeys(("lse", "dlse", "lse_log2", "delta"), vector)
         known["o"] = _row_strides(_contiguous(call.o_shape), self.layout)
         if stage == "backward":
             known["o"], known["dout"] = strides[3], strides[4]
@@ -298,7 +299,7 @@ class Kernel:
             padded = -(-problem.seqlen_q // sizes["block_q"]) * sizes["block_q"]
             width = sizes["head_dim"]
             known["dq_workspace"] = (problem.heads * padded * width, padded * width, width)
-            call.workspaces = {name: call.lse_shape for name in ("lse_log2", "delta")}
+            call.workspaces = dict.fromkeys(("lse_log2", "delta"), call.lse_shape)
             if not self.spec.deterministic:
                 call.workspaces["dq_workspace"] = (problem.batch, problem.heads, padded, width)
         scalars = problem.scalars(call.scale)
@@ -329,7 +330,7 @@ class Call:
     device: int
     backward: bool
     launches: tuple[Bound, ...] | None = None
-    workspaces: dict[str, tuple[int, ...]] | None = None  # type: ignore[assignment]
+    workspaces: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -359,10 +360,12 @@ def check(kernel: Kernel, library: Library, q: Any, k: Any, v: Any) -> Problem:
             raise ValueError(f"{name} has {len(array.shape)} dimensions; give it the four of layout {layout!r}")
         if library.dtype_name(array) != spec.dtype.name:
             found = library.dtype_name(array)
-            raise ValueError(f"{name} is {found} but this kernel takes {spec.dtype}; cast q, k and v to one 16-bit type")
+            raise ValueError(
+                f"{name} is {found} but this kernel takes {spec.dtype}; cast q, k and v to one 16-bit type"
+            )
         if library.device(array) != library.device(q):
             raise ValueError(f"{name} is on another device than q; move q, k and v to one")
-        if array.shape[3] > 1 and library.strides(array)[3] != 1:
+        if array.shape[3] > 1 and 0 not in array.shape and library.strides(array)[3] != 1:
             raise ValueError(f"{name}'s last dimension is not contiguous; call .contiguous() on it")
     seq, head = (1, 2) if layout == "bshd" else (2, 1)
     for name, array, width in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.head_dim_v)):

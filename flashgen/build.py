@@ -87,7 +87,7 @@ def _finish(kernel: Kernel, plan: Plan, spec: Spec) -> Stages:
         last[0] = after
 
     machine = lower.run(kernel, plan, watch)
-    source = cuda(machine, plan, spec) if plan.arch != TOY else Source(kernel.name, "", ())
+    source = cuda(machine, plan, spec) if plan.arch.name != TOY.name else Source(kernel.name, "", ())
     if watching:
         debug.show(4, "cu", kernel.name, source.text)
     return Stages(kernel, plan, machine, source)

@@ -38,9 +38,14 @@ def affine(expr: Expr, names: set[str]) -> tuple[dict[str, Term], Expr]:
             raise ValueError(f"mask {text(expr)} names a coordinate twice; write it once")
         terms = left | {name: Term(sign * term.sign, term.factor) for name, term in right.items()}
         return terms, left_rest + right_rest if sign > 0 else left_rest - right_rest
-    if isinstance(expr, Binary) and expr.op == "*" and isinstance(expr.x, Var) and expr.x.name in names:
+    if isinstance(expr, Binary) and expr.op == "*" and isinstance(expr.x, Var) and _is_factor(expr.y, names):
         return {expr.x.name: Term(1, expr.y)}, Const(0)
     raise ValueError(f"mask {text(expr)} is not affine in {', '.join(sorted(names))}")
+
+
+def _is_factor(expr: Expr, names: set[str]) -> bool:
+    """True for what counts as a positive constant: a dimension, or a positive number."""
+    return expr.value > 0 if isinstance(expr, Const) else not variables(expr) & names
 
 
 def extreme(expr: Expr, ranges: Ranges, upper: bool) -> Expr:
@@ -88,9 +93,12 @@ def loop_limits(mask: Expr, loop: str, ranges: Ranges, start: Expr, stop: Expr) 
     for compare in conjuncts(mask):
         slack = _best_slack(compare, ranges)
         terms, rest = affine(slack, {loop})
-        if loop not in terms or variables(rest) - {str(terms[loop].factor)} <= known:
+        if loop not in terms:
             continue
         factor = terms[loop].factor
+        limits = variables(rest) - variables(factor)
+        if limits and limits <= known:  # such as the end of the keys, where the loop stops already
+            continue
         if terms[loop].sign < 0:
             stop = minimum(stop, maximum(rest + factor, 0) // factor)
         else:

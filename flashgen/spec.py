@@ -33,7 +33,9 @@ class Spec:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int, not {value!r}")
             if value < 8 or value > MAX_HEAD_DIM or value % 8:
-                raise ValueError(f"{name} = {value} must be a multiple of 8 from 8 to {MAX_HEAD_DIM}; pad the last axis")
+                raise ValueError(
+                    f"{name} = {value} must be a multiple of 8 from 8 to {MAX_HEAD_DIM}; pad the last axis"
+                )
 
     def forward(self) -> Spec:
         """The part that the forward depends on: specs that differ only in the backward share its kernel."""

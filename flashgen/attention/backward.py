@@ -8,7 +8,7 @@ LSE enters through delta, because d lse / d s = P):
 `backward`: a block of keys walks over the queries of every head of its group. Scores are transposed (keys are rows),
 so that P^T and dS^T feed dV and dK from the registers that they were computed in.
 `convert_dq`: scales the float32 accumulator of dQ and converts it.
-`backward_dq`: dQ alone, a block of queries walking over the keys. It adds nothing atomically, so it repeats bit for bit.
+`backward_dq`: dQ alone, a block of queries walking over the keys. It adds nothing atomically and so repeats exactly.
 """
 
 from __future__ import annotations
@@ -16,12 +16,44 @@ from __future__ import annotations
 import math
 
 from flashgen.attention import parts
-from flashgen.attention.parts import BATCHES, BLOCK_KV, BLOCK_Q, GROUP, HEAD, HEAD_KV, HEADS, HEADS_KV, KV_BLOCK
-from flashgen.attention.parts import KV_START, Q_BLOCK, Q_START, SCALE, SCALE_LOG2, SEQLEN_K, SEQLEN_Q
+from flashgen.attention.parts import (
+    BATCHES,
+    BLOCK_KV,
+    BLOCK_Q,
+    GROUP,
+    HEAD,
+    HEAD_KV,
+    HEADS,
+    HEADS_KV,
+    KV_BLOCK,
+    KV_START,
+    Q_BLOCK,
+    Q_START,
+    SCALE,
+    SCALE_LOG2,
+    SEQLEN_K,
+    SEQLEN_Q,
+)
 from flashgen.ir.dtype import F32
 from flashgen.ir.expr import INF, NEG_INF, Cast, Const, Expr, I, J, Var, ceil_div, exp2, load, select
-from flashgen.ir.nodes import Accumulate, Axis, Buffer, Copy, Fill, For, Gemm, Kernel, Let, Level, Map, RowReduce
-from flashgen.ir.nodes import Scalar, Space, Stmt, Window
+from flashgen.ir.nodes import (
+    Accumulate,
+    Axis,
+    Buffer,
+    Copy,
+    Fill,
+    For,
+    Gemm,
+    Kernel,
+    Let,
+    Level,
+    Map,
+    RowReduce,
+    Scalar,
+    Space,
+    Stmt,
+    Window,
+)
 from flashgen.spec import Spec
 
 SCALES = (Scalar("scale_log2", F32), Scalar("scale", F32))
@@ -103,7 +135,7 @@ def backward(spec: Spec) -> Kernel:
 
 def _backward_buffers(spec: Spec) -> tuple[Buffer, ...]:
     half = spec.dtype
-    dq = (_dq_accumulator(), parts.shared("ds_tile", spec, "block_kv", "block_q"))
+    dq: tuple[Buffer, ...] = (_dq_accumulator(), parts.shared("ds_tile", spec, "block_kv", "block_q"))
     dq += (parts.register("dq_acc", "block_q", "head_dim"),)
     return (
         parts.tensor("q", spec, "seqlen_q", "head_dim"),
@@ -159,7 +191,9 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
 def _dq_step(head: Expr) -> tuple[Stmt, ...]:
     return (
         Gemm("dq_acc", "ds_tile", "k_tile", transpose_a=True),
-        Accumulate(parts.rows_of("dq_workspace", head, Q_START), "dq_acc", note="other blocks of keys add to the same rows"),
+        Accumulate(
+            parts.rows_of("dq_workspace", head, Q_START), "dq_acc", note="other blocks of keys add to the same rows"
+        ),
     )
 
 

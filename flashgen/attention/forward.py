@@ -10,8 +10,22 @@ from __future__ import annotations
 import math
 
 from flashgen.attention import parts
-from flashgen.attention.parts import BATCHES, BLOCK_KV, BLOCK_Q, GROUP, HEAD, HEAD_KV, HEADS, KV_BLOCK, KV_START
-from flashgen.attention.parts import Q_BLOCK, Q_START, SCALE_LOG2, SEQLEN_K, SEQLEN_Q
+from flashgen.attention.parts import (
+    BATCHES,
+    BLOCK_KV,
+    BLOCK_Q,
+    GROUP,
+    HEAD,
+    HEAD_KV,
+    HEADS,
+    KV_BLOCK,
+    KV_START,
+    Q_BLOCK,
+    Q_START,
+    SCALE_LOG2,
+    SEQLEN_K,
+    SEQLEN_Q,
+)
 from flashgen.ir.dtype import F32
 from flashgen.ir.expr import NEG_INF, Cast, Const, I, J, ceil_div, exp2, load, log, select
 from flashgen.ir.nodes import Axis, Buffer, Copy, Fill, For, Gemm, Kernel, Let, Level, Map, RowReduce, Scalar, Stmt

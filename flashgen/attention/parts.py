@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.ir.dtype import F32, I32
-from flashgen.ir.expr import I, J, Expr, Var
+from flashgen.ir.expr import Expr, I, J, Var
 from flashgen.ir.nodes import Buffer, Scalar, Space, Window
 from flashgen.spec import Spec
 

@@ -82,7 +82,7 @@ def tune(cell: Cell, yardsticks: Iterable[Peer], harness: Harness, limit: int) -
     for name, record in results.items():
         peer = next((item for item in made if item.name == name), None)
         row: dict[str, Any] = {"name": name, "failure": record.get("failure", "") or record.get("skipped", "")}
-        if "rounds_ms" in record and record["rounds_ms"]:
+        if record.get("rounds_ms"):
             milliseconds = statistics.median(record["rounds_ms"])
             row |= {"ms": milliseconds, "tflops": cell.flops / milliseconds / 1e9}
         if peer is not None:
@@ -124,7 +124,9 @@ def command(
         every.append({"cell": str(cell), "rows": rows})
         print(cell, flush=True)
         for row in rows:
-            detail = " ".join(f"{key}={row[key]:.4g}" for key in ("tflops", "cost", "registers", "spills") if key in row)
+            detail = " ".join(
+                f"{key}={row[key]:.4g}" for key in ("tflops", "cost", "registers", "spills") if key in row
+            )
             print(f"  {row['name']:60s} {detail} {row['failure']}", flush=True)
         if out is not None:
             out.write_text(json.dumps(every, indent=1))

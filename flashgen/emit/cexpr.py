@@ -5,10 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var
+from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var, text
 
 _C_OPERATORS = {"//": "/", "&": "&&", "|": "||"}
-_PRECEDENCE = {"|": 1, "&": 2, "==": 3, "<": 4, "<=": 4, ">": 4, ">=": 4, "+": 5, "-": 5, "*": 6, "/": 6, "//": 6, "%": 6}
+_PRECEDENCE = {
+    "|": 1,
+    "&": 2,
+    "==": 3,
+    "<": 4,
+    "<=": 4,
+    ">": 4,
+    ">=": 4,
+    "+": 5,
+    "-": 5,
+    "*": 6,
+    "/": 6,
+    "//": 6,
+    "%": 6,
+}
 _FUNCTIONS = {"exp2": "exp2_approx", "log": "logf", "neg": "-"}
 _SELECT_PRECEDENCE = 0
 _ATOM = 9
@@ -38,7 +52,7 @@ def _spell(expr: Expr, name: Name, element: Element) -> tuple[str, int]:
     if isinstance(expr, Load):
         return element(expr), _ATOM
     if isinstance(expr, Cast):
-        return c_text(expr.x, name, element), 0
+        raise ValueError(f"{text(expr)} is rounded inside of an expression; only a whole tile is packed")
     if isinstance(expr, Unary):
         return f"{_FUNCTIONS[expr.op]}({c_text(expr.x, name, element)})", _ATOM
     if isinstance(expr, Select):

@@ -18,20 +18,24 @@ def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
     """The CUDA of one kernel. The text depends on its arguments alone: no time, no path, no order of a set."""
     names = Names(kernel, plan)
     family = plan.arch.family
-    text = environment().get_template("kernel.cu.jinja").render(
-        kernel=kernel,
-        spec=spec,
-        plan=plan,
-        plan_lines=plan.text().splitlines(),
-        family=family,
-        grid=_grid(kernel, names),
-        constants=_constants(kernel, plan, spec),
-        tensors=_tensors(kernel),
-        scalars=[{"type": scalar.dtype.cuda, "name": scalar.name} for scalar in kernel.scalars],
-        shared=_shared(kernel, plan),
-        fragments=_fragments(kernel, names),
-        registers=_registers(kernel, names),
-        body=_body(kernel.body, names),
+    text = (
+        environment()
+        .get_template("kernel.cu.jinja")
+        .render(
+            kernel=kernel,
+            spec=spec,
+            plan=plan,
+            plan_lines=plan.text().splitlines(),
+            family=family,
+            grid=_grid(kernel, names),
+            constants=_constants(kernel, plan, spec),
+            tensors=_tensors(kernel),
+            scalars=[{"type": scalar.dtype.cuda, "name": scalar.name} for scalar in kernel.scalars],
+            shared=_shared(kernel, plan),
+            fragments=_fragments(kernel, names),
+            registers=_registers(kernel, names),
+            body=_body(kernel.body, names),
+        )
     )
     headers = tuple((f"flashgen/{name}.cuh", header(f"{name}.cuh")) for name in ("common", family))
     return Source(kernel.name, indent(text), headers)
@@ -60,14 +64,19 @@ def _grid(kernel: Kernel, names: Names) -> list[Fields]:
         index = rest if last else f"{rest} % {count}"
         if axis.longest_first:
             index = f"{count} - 1 - {index}"
-        axes.append({"name": axis.name, "count": count, "extent": names.uniform(axis.extent), "index": index, "last": last})
+        axes.append(
+            {"name": axis.name, "count": count, "extent": names.uniform(axis.extent), "index": index, "last": last}
+        )
         rest = f"{rest} / {count}"
     return axes
 
 
 def _constants(kernel: Kernel, plan: Plan, spec: Spec) -> list[Fields]:
     """Every number of the kernel, once."""
-    numbers = [("THREADS", plan.threads, f"{plan.warps} warps"), ("MIN_BLOCKS", plan.min_blocks, "blocks a multiprocessor")]
+    numbers = [
+        ("THREADS", plan.threads, f"{plan.warps} warps"),
+        ("MIN_BLOCKS", plan.min_blocks, "blocks a multiprocessor"),
+    ]
     numbers += [(name.upper(), size, "") for name, size in plan.dims]
     true = {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v}
     used = {dim for buffer in kernel.buffers for dim in buffer.shape}
@@ -129,7 +138,11 @@ def _fragments(kernel: Kernel, names: Names) -> list[Fields]:
 
 
 def _registers(kernel: Kernel, names: Names) -> list[Fields]:
-    return [_register(buffer, names) for buffer in kernel.buffers if buffer.space is Space.REGISTER and _used(kernel, buffer)]
+    return [
+        _register(buffer, names)
+        for buffer in kernel.buffers
+        if buffer.space is Space.REGISTER and _used(kernel, buffer)
+    ]
 
 
 def _used(kernel: Kernel, buffer: Buffer) -> bool:

@@ -1,4 +1,4 @@
-"""The Jinja environment: delimiters that leave CUDA readable, undefined names as errors, templates found in both places."""
+"""The Jinja environment: delimiters that leave CUDA readable, undefined names as errors."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from flashgen.emit.cexpr import c_text
-from flashgen.ir.expr import I, J, Const, Expr, Load
+from flashgen.ir.expr import Const, Expr, I, J, Load
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
 from flashgen.machine.sm80 import MmaSync
 from flashgen.plan.plan import Plan
@@ -66,7 +66,9 @@ class Names:
         """The expression for the element (i, column) of this thread's part of a register buffer."""
         fragment = self.fragments[dst.name]
         spelled = {"i": f"{fragment}::row(i)", "j": f"{fragment}::col({column})"}
-        return c_text(expr, lambda name: spelled.get(name) or self.variable(name), lambda load: self._load(load, fragment, column))
+        return c_text(
+            expr, lambda name: spelled.get(name) or self.variable(name), lambda load: self._load(load, fragment, column)
+        )
 
     def _load(self, load: Load, fragment: str, column: str) -> str:
         buffer = self.kernel.buffer(load.buffer)
@@ -103,7 +105,7 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
         value = getattr(stmt, item.name)
         if isinstance(value, Window):
             view |= _window(value, item.name, names)
-        elif isinstance(value, str) and item.name in ("dst", "src", "acc", "a") or isinstance(value, Tile):
+        elif (isinstance(value, str) and item.name in ("dst", "src", "acc", "a")) or isinstance(value, Tile):
             view |= _on_chip(value, item.name, names)
         elif isinstance(value, Expr):
             view |= _expression(value, stmt, names)

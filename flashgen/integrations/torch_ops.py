@@ -25,7 +25,9 @@ class _Attention(torch.autograd.Function):
     """Keeps q, k, v, o and lse: O(seqlen) memory; the backward recomputes the probabilities."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel, scale: float | None) -> Any:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel, scale: float | None
+    ) -> Any:
         o, lse = kernel.forward(q, k, v, scale=scale)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)

@@ -139,9 +139,8 @@ def wrap(value: Operand) -> Expr:
 def binary(op: str, x: Operand, y: Operand) -> Expr:
     """`x op y`, with integer constants folded and the neutral elements 0 and 1 dropped."""
     x, y = wrap(x), wrap(y)
-    if isinstance(x, Const) and isinstance(y, Const) and op in ("+", "-", "*", "//", "%", "min", "max"):
-        if isinstance(x.value, int) and isinstance(y.value, int):
-            return Const(BINARY[op](x.value, y.value))
+    if _whole(x) and _whole(y) and op in ("+", "-", "*", "//", "%", "min", "max"):
+        return Const(BINARY[op](x.value, y.value))  # type: ignore[attr-defined]
     if (op in "+-" and y == Const(0)) or (op in ("*", "//") and y == Const(1)):
         return x
     if (op == "+" and x == Const(0)) or (op == "*" and x == Const(1)):
@@ -150,10 +149,14 @@ def binary(op: str, x: Operand, y: Operand) -> Expr:
         return x
     if op == "+" and isinstance(y, Const) and isinstance(x, Binary) and x.op in "+-" and isinstance(x.y, Const):
         return _merge_constants(x, y)
-    if op == "-" and isinstance(y, Const) and isinstance(y.value, int) and isinstance(x, Binary):
-        if x.op in "+-" and isinstance(x.y, Const):
-            return _merge_constants(x, Const(-y.value))
+    if op == "-" and _whole(y) and isinstance(x, Binary) and x.op in "+-" and isinstance(x.y, Const):
+        return _merge_constants(x, Const(-y.value))  # type: ignore[attr-defined]
     return Binary(op, x, y)
+
+
+def _whole(expr: Expr) -> bool:
+    """True for an integer constant."""
+    return isinstance(expr, Const) and isinstance(expr.value, int)
 
 
 def _merge_constants(x: Binary, y: Const) -> Expr:
@@ -225,7 +228,7 @@ def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """The same expression with `change` applied to each direct sub-expression."""
     if isinstance(expr, Binary):
         return binary(expr.op, change(expr.x), change(expr.y))
-    values = {}
+    values: dict[str, Any] = {}
     for field in fields(expr):  # type: ignore[arg-type]
         value = getattr(expr, field.name)
         if isinstance(value, Expr):
@@ -275,12 +278,28 @@ def evaluate(expr: Expr, values: Mapping[str, Any]) -> Any:
         return BINARY[expr.op](evaluate(expr.x, values), evaluate(expr.y, values))
     if isinstance(expr, Compare):
         return COMPARE[expr.op](evaluate(expr.x, values), evaluate(expr.y, values))
+    if isinstance(expr, Unary) and expr.op == "neg":
+        return -evaluate(expr.x, values)
     if isinstance(expr, Select):
         return evaluate(expr.x if evaluate(expr.condition, values) else expr.y, values)
     raise TypeError(f"{text(expr)} is not a uniform integer expression")
 
 
-_PRECEDENCE = {"|": 1, "&": 2, "==": 3, "<": 4, "<=": 4, ">": 4, ">=": 4, "+": 5, "-": 5, "*": 6, "/": 6, "//": 6, "%": 6}
+_PRECEDENCE = {
+    "|": 1,
+    "&": 2,
+    "==": 3,
+    "<": 4,
+    "<=": 4,
+    ">": 4,
+    ">=": 4,
+    "+": 5,
+    "-": 5,
+    "*": 6,
+    "/": 6,
+    "//": 6,
+    "%": 6,
+}
 
 
 def text(expr: Expr, parent: int = 0) -> str:

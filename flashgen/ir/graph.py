@@ -1,19 +1,22 @@
 """The dataflow graph of a statement list: what must stay before what, and which buffers are alive together.
 
 Nodes are positions in the list; an edge a -> b says why b stays behind a ("raw", "war", "waw") and through which
-buffer. A statement with a body (For, If) counts as one node with all that its body touches.
+buffer; "order" where one of the two synchronises. A statement with a body (For, If) counts as one node with all that
+its body touches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from flashgen.ir.expr import variables
 from flashgen.ir.nodes import For, Kernel, Let, Space, Stmt, name_of
 from flashgen.ir.printer import stmt_text
 from flashgen.ir.visit import Body, statements
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ def access(stmt: Stmt) -> Access:
 
 def dataflow(body: Body) -> nx.MultiDiGraph:
     """The dependence graph of a statement list in program order."""
+    import networkx as nx
+
     graph = nx.MultiDiGraph()
     touched = [access(stmt) for stmt in body]
     for here, stmt in enumerate(body):
@@ -48,7 +53,14 @@ def dataflow(body: Body) -> nx.MultiDiGraph:
             for kind, names in _conflicts(touched[before], touched[here]).items():
                 for name in sorted(names):
                     graph.add_edge(before, here, kind=kind, buffer=name)
+            if orders(body[before]) or orders(stmt):
+                graph.add_edge(before, here, kind="order", buffer="")
     return graph
+
+
+def orders(stmt: Stmt) -> bool:
+    """True for a statement that other statements may not pass: a barrier, a wait, a commit, or what holds one."""
+    return any(inner.ORDERS for inner in statements((stmt,)))
 
 
 def _conflicts(before: Access, after: Access) -> dict[str, frozenset[str]]:
@@ -72,9 +84,23 @@ def readers(body: Body, buffer: str) -> list[int]:
     return sorted(found)
 
 
+def ties(body: Body, first: int, second: int) -> list[tuple[int, int, str, str]]:
+    """Edges (before, after, kind, buffer) that two statements would turn round if they changed places.
+
+    The one must not lead to anything from itself up to the other, nor the other come from anything in between.
+    """
+    low, high = min(first, second), max(first, second)
+    edges = dataflow(body).edges(data=True)
+    return [
+        (before, after, edge["kind"], edge["buffer"])
+        for before, after, edge in edges
+        if low <= before and after <= high and (before == low or after == high)
+    ]
+
+
 def independent(body: Body, first: int, second: int) -> bool:
-    """True where two statements may change places: nothing leads from the one to the other."""
-    return not nx.has_path(dataflow(body), first, second)
+    """True where two statements may change places."""
+    return not ties(body, first, second)
 
 
 def live_intervals(kernel: Kernel, space: Space) -> dict[str, tuple[int, int]]:
@@ -88,7 +114,7 @@ def live_intervals(kernel: Kernel, space: Space) -> dict[str, tuple[int, int]]:
     spans: dict[str, list[int]] = {}
     names = {buffer.name for buffer in kernel.buffers if buffer.space is space}
     first_is_read: dict[str, bool] = {}
-    for position, (stmt, loop) in enumerate(order):
+    for position, (stmt, _) in enumerate(order):
         touched = {name_of(place) for place in (*stmt.writes(), *stmt.reads())} & names
         for name in touched:
             first_is_read.setdefault(name, name in {name_of(place) for place in stmt.reads()})
@@ -123,6 +149,8 @@ def _number(body: Body, loop: tuple[int, int] | None, order: list) -> None:
 
 def interference(kernel: Kernel, space: Space) -> nx.Graph:
     """Buffers of a space as nodes, an edge between two that are alive together."""
+    import networkx as nx
+
     graph = nx.Graph()
     spans = live_intervals(kernel, space)
     names = [buffer.name for buffer in kernel.buffers if buffer.name in spans]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Union
+from typing import ClassVar
 
 from flashgen.ir.dtype import DType
 from flashgen.ir.expr import Const, Expr, Load, walk
@@ -73,13 +73,16 @@ class Window:
     origin: tuple[Expr, ...]
 
 
+FIRST_STAGE = Const(0)
+
+
 @dataclass(frozen=True)
 class Tile:
     buffer: str
-    stage: Expr = Const(0)
+    stage: Expr = FIRST_STAGE
 
 
-Place = Union[str, Window, Tile]
+Place = str | Window | Tile
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,9 @@ class Stmt:
 
     note: str = field(default="", kw_only=True)
 
-    WRITES = ()
-    READS = ()
+    WRITES: ClassVar[tuple[str, ...]] = ()
+    READS: ClassVar[tuple[str, ...]] = ()
+    ORDERS: ClassVar[bool] = False  # others may not pass it: it says when they are seen, not what they compute
 
     def writes(self) -> tuple[Place, ...]:
         """Places written, in field order."""

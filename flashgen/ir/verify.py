@@ -33,17 +33,21 @@ def check_names(kernel: Kernel) -> None:
     for name in names:
         if names.count(name) > 1:
             raise VerifyError(f"{kernel.name}: buffer {name} is declared twice")
-    dims = {dim for buffer in kernel.buffers for dim in buffer.shape}
+    dims = {dim for buffer in kernel.buffers if buffer.space is not Space.GLOBAL for dim in buffer.shape}
     bound = {scalar.name for scalar in kernel.scalars} | {axis.name for axis in kernel.axes} | dims | RESERVED
     _check_body(kernel, kernel.body, bound, set())
 
 
 def _check_body(kernel: Kernel, body: Body, bound: set[str], written: set[str]) -> None:
+    declared = {buffer.name for buffer in kernel.buffers}
     for stmt in body:
         known = bound | ({stmt.axis} if isinstance(stmt, For) else set())
         for expr in stmt.expressions():
-            for name in variables(expr) - known:
+            for name in sorted(variables(expr) - bound):
                 raise VerifyError(f"{kernel.name}: {name} is used before it is bound")
+        for place in (*stmt.reads(), *stmt.writes()):
+            if name_of(place) not in declared:
+                raise VerifyError(f"{kernel.name}: {name_of(place)} is not declared")
         for place in stmt.reads():
             on_chip = kernel.space(place) is not Space.GLOBAL
             if on_chip and name_of(place) not in written:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flashgen.ir import verify
-from flashgen.machine.verify import machine as verify_machine
 from flashgen.ir.nodes import Kernel, Level
 from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80
+from flashgen.machine.verify import machine as verify_machine
 from flashgen.plan.plan import Plan
 
 Pass = Callable[[Kernel, Plan], Kernel]
@@ -19,6 +19,7 @@ SM80_PASSES: tuple[Pass, ...] = (
     reduction.combine_after_loop,
     pipeline.stage_copies,
     barriers.insert,
+    barriers.drop_redundant,
 )
 FAMILIES: dict[str, tuple[Pass, ...]] = {"sm80": SM80_PASSES}
 

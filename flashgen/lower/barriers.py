@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from flashgen.ir.nodes import Kernel, Stmt
@@ -27,16 +28,36 @@ def insert(kernel: Kernel, plan: Plan) -> Kernel:
     return kernel
 
 
+def drop_redundant(kernel: Kernel, plan: Plan) -> Kernel:
+    """Leave out each barrier that the others make needless.
+
+    Invariant: the walk of machine/sm80_hazards finds nothing, and would without any one of the barriers left.
+    """
+    for path in reversed(list(_barriers(kernel.body))):
+        without = kernel.having(body=_before(kernel.body, path, (), leave_out=1))
+        if not hazards(without, plan):
+            kernel = without
+    return kernel
+
+
+def _barriers(body: Body, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Paths of the barriers, in program order."""
+    for position, stmt in enumerate(body):
+        if isinstance(stmt, Barrier):
+            yield (*path, position)
+        yield from _barriers(getattr(stmt, "body", ()), (*path, position))
+
+
 def _protection(hazard: Hazard) -> tuple[Stmt, ...]:
     if hazard.in_flight:
         return WaitGroup(0), Barrier(note="nothing is in flight any more")
     return (Barrier(),)
 
 
-def _before(body: Body, path: tuple[int, ...], stmts: tuple[Stmt, ...]) -> Body:
-    """The body with statements put before the one at a path."""
+def _before(body: Body, path: tuple[int, ...], stmts: tuple[Stmt, ...], leave_out: int = 0) -> Body:
+    """The body with statements put before the one at a path, or in its place."""
     head, *rest = path
     if not rest:
-        return (*body[:head], *stmts, *body[head:])
-    inner = replace(body[head], body=_before(body[head].body, tuple(rest), stmts))  # type: ignore[attr-defined,call-arg]
-    return (*body[:head], inner, *body[head + 1 :])
+        return (*body[:head], *stmts, *body[head + leave_out :])
+    inner = _before(body[head].body, tuple(rest), stmts, leave_out)  # type: ignore[attr-defined]
+    return (*body[:head], replace(body[head], body=inner), *body[head + 1 :])  # type: ignore[call-arg]

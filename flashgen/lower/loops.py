@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.ir.expr import Const, Var
+from flashgen.ir.expr import Const, Var, variables
 from flashgen.ir.nodes import For, Kernel, Let, Stmt
 from flashgen.ir.visit import Body, rewrite_kernel
 from flashgen.plan.plan import Plan
@@ -18,7 +18,11 @@ def flatten(kernel: Kernel, plan: Plan | None = None) -> Kernel:
         if not (isinstance(stmt, For) and stmt.body and isinstance(stmt.body[-1], For)):
             return stmt
         *bounds, inner = stmt.body
+        assert isinstance(inner, For)
         if not all(isinstance(bound, Let) for bound in bounds) or stmt.start != Const(0):
+            return stmt
+        limits = {name for part in (*bounds, inner) for expr in part.expressions() for name in variables(expr)}
+        if stmt.axis in limits:
             return stmt
         count, step = Var(f"{inner.axis}s"), Var("step")
         body = (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flashgen.calculus import loop_limits, somewhere_hidden
-from flashgen.ir.expr import NEG_INF, Const, Expr, Select, Var, substitute
+from flashgen.ir.expr import NEG_INF, Const, Expr, I, J, Load, Select, Var, substitute
 from flashgen.ir.nodes import For, If, Kernel, Let, Map, Stmt
 from flashgen.ir.visit import Body, inline_lets, rewrite_kernel
 from flashgen.plan.plan import Plan
@@ -59,7 +59,9 @@ def guard_masks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
 
 def is_mask(stmt: Stmt) -> bool:
     """True for s = select(visible, s, -inf)."""
-    return isinstance(stmt, Map) and isinstance(stmt.expr, Select) and stmt.expr.y == NEG_INF and len(stmt.note) > 0
+    if not (isinstance(stmt, Map) and isinstance(stmt.expr, Select) and len(stmt.note) > 0):
+        return False
+    return stmt.expr.x == Load(stmt.dst, (I, J)) and stmt.expr.y == NEG_INF
 
 
 def _masks(body: Body) -> Iterator[Map]:

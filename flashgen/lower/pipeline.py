@@ -130,7 +130,8 @@ def _groups(loop: For, compute: list[Stmt], plan: Plan) -> list[Group]:
 
 def _readers(loop: For, compute: list[Stmt], name: str) -> list[int]:
     """Positions among the loop's other statements that read a buffer, by the dataflow graph of the loop's body."""
-    found = [compute.index(loop.body[at]) for at in readers(loop.body, name) if loop.body[at] in compute]
+    places = {id(stmt): at for at, stmt in enumerate(compute)}
+    found = [places[id(loop.body[at])] for at in readers(loop.body, name) if id(loop.body[at]) in places]
     if not found:
         raise ValueError(f"{name} is copied in a loop that does not read it; drop the copy")
     return found
@@ -196,7 +197,7 @@ def _at_step(copy: Stmt, axis: str, at: Expr, lets: dict[str, Expr], stages: int
 def _staged(stmt: Stmt, step: Expr, stages: dict[str, int]) -> Stmt:
     """The statement reading the stage of this step."""
     if hasattr(stmt, "body"):
-        return replace(stmt, body=tuple(_staged(inner, step, stages) for inner in stmt.body))
+        return replace(stmt, body=tuple(_staged(inner, step, stages) for inner in stmt.body))  # type: ignore[call-arg]
 
     def loads(expr: Expr) -> Expr:
         if isinstance(expr, Load) and stages.get(expr.buffer, 1) > 1:

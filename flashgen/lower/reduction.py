@@ -16,10 +16,10 @@ def combine_after_loop(kernel: Kernel, plan: Plan) -> Kernel:
     lanes of the partial results is the result.
     """
     body: list[Stmt] = []
-    for position, stmt in enumerate(kernel.body):
+    for stmt in kernel.body:
         if isinstance(stmt, For):
             moved = [name for name in _sums(stmt.body) if _linear(stmt.body, name) and _starts_at_zero(body, name)]
-            inner = rewrite(stmt.body, lambda item, moved=moved: () if _combines(item, moved) else item)
+            inner = _without(stmt.body, moved)
             body.append(For(stmt.axis, stmt.start, stmt.stop, inner, note=stmt.note))
             body += [CombineLanes(name, "sum", note="once, not in each step") for name in moved]
         else:
@@ -29,6 +29,11 @@ def combine_after_loop(kernel: Kernel, plan: Plan) -> Kernel:
 
 def _sums(body: Body) -> list[str]:
     return [stmt.dst for stmt in statements(body) if isinstance(stmt, CombineLanes) and stmt.op == "sum"]
+
+
+def _without(body: Body, names: list[str]) -> Body:
+    """The body without the CombineLanes of some row sums."""
+    return rewrite(body, lambda stmt: () if _combines(stmt, names) else stmt)
 
 
 def _combines(stmt: Stmt, names: list[str]) -> bool:

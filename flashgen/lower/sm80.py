@@ -5,8 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.ir.expr import Cast
-from flashgen.ir.nodes import Accumulate, Buffer, Copy, Fill, Gemm, Kernel, Level, Map, RowReduce, Space, Stmt, Tile
-from flashgen.ir.nodes import Window, name_of
+from flashgen.ir.nodes import (
+    Accumulate,
+    Buffer,
+    Copy,
+    Fill,
+    Gemm,
+    Kernel,
+    Level,
+    Map,
+    RowReduce,
+    Space,
+    Stmt,
+    Tile,
+    Window,
+    name_of,
+)
 from flashgen.ir.visit import Body, rewrite_kernel
 from flashgen.machine import base, sm80
 from flashgen.plan.plan import Plan
@@ -43,16 +57,16 @@ def _select(kernel: Kernel, stmt: Stmt, plan: Plan) -> Stmt | Body:
     match stmt:
         case Copy():
             return replace(_copy(kernel, stmt, plan), note=note)
-        case Fill(dst=Window()):
-            return base.ZeroWindow(stmt.dst, note=note)
-        case Fill():
-            return base.FillFragment(stmt.dst, stmt.value, note=note)
+        case Fill(dst=Window() as window):
+            return base.ZeroWindow(window, note=note)
+        case Fill(dst=str() as fragment):
+            return base.FillFragment(fragment, stmt.value, note=note)
         case Gemm():
             a = stmt.a if kernel.space(stmt.a) is Space.REGISTER else Tile(stmt.a)
             flags = (stmt.transpose_a, stmt.transpose_b, stmt.accumulate)
             return sm80.MmaSync(stmt.acc, a, Tile(stmt.b), *flags, note=note)
-        case Map(expr=Cast()) if kernel.buffer(stmt.dst).dtype.bytes == 2:
-            return base.PackFragment(stmt.dst, stmt.expr.x, note=note)
+        case Map(expr=Cast(x=value)) if kernel.buffer(stmt.dst).dtype.bytes == 2:
+            return base.PackFragment(stmt.dst, value, note=note)
         case Map():
             return base.MapFragment(stmt.dst, stmt.expr, note=note)
         case RowReduce():
@@ -67,12 +81,12 @@ def _copy(kernel: Kernel, stmt: Copy, plan: Plan) -> Stmt:
     dst, src = kernel.buffer(name_of(stmt.dst)), kernel.buffer(name_of(stmt.src))
     if isinstance(stmt.src, Window):
         if dst.space is Space.REGISTER:
-            kind = base.LoadRows if len(dst.shape) == 1 else base.LoadFragment
-            return kind(dst.name, stmt.src)
+            load = base.LoadRows if len(dst.shape) == 1 else base.LoadFragment
+            return load(dst.name, stmt.src)
         if len(dst.shape) == 1:
             return sm80.CopyVectorAsync(Tile(dst.name), stmt.src)
-        kind = sm80.CopyTileAsync if plan.vector_bytes == 16 else sm80.CopyTileElements
-        return kind(Tile(dst.name), stmt.src)
+        copy = sm80.CopyTileAsync if plan.vector_bytes == 16 else sm80.CopyTileElements
+        return copy(Tile(dst.name), stmt.src)
     if isinstance(stmt.dst, Window):
         if src.space is Space.REGISTER:
             return base.StoreRows(stmt.dst, src.name)

@@ -28,6 +28,7 @@ class Barrier(MachineStmt):
     """All threads of the block meet; writes to shared memory before it are seen after it."""
 
     NAME = "barrier"
+    ORDERS = True
 
 
 @dataclass(frozen=True)
@@ -163,5 +164,3 @@ class ZeroWindow(MachineStmt):
     dst: Window
     NAME = "zero_window"
     WRITES = ("dst",)
-
-

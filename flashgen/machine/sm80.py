@@ -62,6 +62,7 @@ class CommitGroup(Sm80Stmt):
     """The asynchronous copies issued by this thread since the last commit form a group (which may be empty)."""
 
     NAME = "commit_group"
+    ORDERS = True
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class WaitGroup(Sm80Stmt):
 
     pending: int
     NAME = "wait_group"
+    ORDERS = True
 
 
 @dataclass(frozen=True)

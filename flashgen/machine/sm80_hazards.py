@@ -2,7 +2,7 @@
 
 Between two barriers the warps run in any order, so at each access the walk asks: has what is read been waited for and
 shown to all by a barrier; does what is overwritten still have readers, or a copy in flight? Buffers that the byte map
-lays over each other are checked against each other.
+lays over each other are checked against each other, also that a value is not read after another was laid over it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flashgen.ir.expr import evaluate as value_of
 from flashgen.ir.nodes import For, Kernel, Space, Stmt, Tile
 from flashgen.ir.printer import stmt_text
 from flashgen.ir.visit import Body
-from flashgen.machine.base import Barrier
+from flashgen.machine.base import Barrier, StoreFragment
 from flashgen.machine.sm80 import CommitGroup, CopyTileAsync, CopyVectorAsync, WaitGroup
 from flashgen.plan.plan import Plan
 
@@ -40,10 +40,12 @@ class Hazard:
 
 @dataclass
 class Region:
-    """State of one stage of a shared buffer."""
+    """State of one stage of a shared buffer; `writer` says which statement divided it among the threads, and how."""
 
     start: int
     end: int
+    writer: tuple = ()
+    lost_to: str = ""
     group: int | None = None
     landed: bool = True
     visible: bool = True
@@ -108,15 +110,23 @@ class _Walk:
     def _accesses(self, stmt: Stmt, values: dict[str, int]) -> Iterator[tuple[str, bool]]:
         for key in self._shared(stmt, stmt.reads(), values):
             region = self.regions[key]
-            if not region.landed:
+            if not region.writer:
+                yield f"reads {key[0]} before anything was written to this stage", False
+            elif region.lost_to:
+                yield f"reads {key[0]} after {region.lost_to} was written over it", False
+            elif not region.landed:
                 yield f"reads {key[0]} while its copy is in flight", True
             elif not region.visible:
                 yield f"reads {key[0]} before a barrier has shown it to all warps", False
             region.read = True
         for key in self._shared(stmt, stmt.writes(), values):
-            yield from self._write(key, isinstance(stmt, CopyTileAsync | CopyVectorAsync))
+            yield from self._write(key, self._writer(stmt), isinstance(stmt, CopyTileAsync | CopyVectorAsync))
 
-    def _write(self, key: tuple[str, int], asynchronous: bool) -> Iterator[tuple[str, bool]]:
+    def _writer(self, stmt: Stmt) -> tuple:
+        """What decides which thread writes which element: the kind of statement, and its register tile's layout."""
+        return type(stmt), self.kernel.buffer(stmt.src).warps if isinstance(stmt, StoreFragment) else None
+
+    def _write(self, key: tuple[str, int], writer: tuple, asynchronous: bool) -> Iterator[tuple[str, bool]]:
         region = self.regions[key]
         for other_key, other in self.regions.items():
             if not other.overlaps(region):
@@ -125,8 +135,10 @@ class _Walk:
                 yield f"overwrites {other_key[0]} while its copy is in flight", True
             elif other.read:
                 yield f"overwrites {other_key[0]} while other warps may still read it", False
-            elif other_key != key and not other.visible:
+            elif not other.visible and (other_key != key or other.writer != writer):
                 yield f"overwrites {other_key[0]} while other warps may still write it", False
+            other.lost_to = key[0]
+        region.writer, region.lost_to = writer, ""
         region.landed = not asynchronous
         region.visible = False
         region.group = self.committed if asynchronous else None

@@ -35,7 +35,9 @@ def _check_product(kernel: Kernel, plan: Plan, stmt: MmaSync) -> None:
     rows, cols = (sizes[dim] for dim in acc.shape)
     assert acc.warps is not None
     if rows % (m * acc.warps[0]) or cols % (n * acc.warps[1]):
-        raise VerifyError(f"{kernel.name}: {stmt.acc} {rows} x {cols} is no multiple of {m} x {n} for each of its warps")
+        raise VerifyError(
+            f"{kernel.name}: {stmt.acc} {rows} x {cols} is no multiple of {m} x {n} for each of its warps"
+        )
     a, b = kernel.buffer(_buffer(stmt.a)), kernel.buffer(stmt.b.buffer)
     a_shape = a.shape[::-1] if stmt.transpose_a else a.shape
     b_shape = b.shape[::-1] if stmt.transpose_b else b.shape

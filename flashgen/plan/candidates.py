@@ -51,7 +51,7 @@ def _backward(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Can
         if warps % split:
             continue
         layout = (warps // split, split)
-        layouts = {name: layout for name in _tile_names(kernel)}
+        layouts = dict.fromkeys(_tile_names(kernel), layout)
         if "dq_acc" in layouts:
             layouts["dq_acc"] = balanced(warps, block_q, sizes["head_dim"], arch)
         yield Candidate(

@@ -14,8 +14,10 @@ from flashgen.plan.arch import Arch
 Layouts = Mapping[str, tuple[int, int]]
 Sizes = Mapping[str, int]
 
-# Addresses, loop counters and the operand fragments in flight (counted on compiled kernels: 30 to 45).
-OVERHEAD_REGISTERS = 40
+# Addresses, loop counters and the operand fragments in flight, counted on compiled kernels: what the compiler takes
+# beside the tiles before it spills. The forward's long products of shared operands keep more fragments in flight.
+OVERHEAD_REGISTERS = {"attention_forward": 72}
+OTHER_OVERHEAD_REGISTERS = 40
 # Clocks of a step that nothing else of the block covers: barrier, first ldmatrix, quad shuffles (fitted on sm_90).
 STEP_LATENCY = 400
 L2_BYTES_PER_CLOCK = 48
@@ -32,12 +34,15 @@ class Step:
     arithmetic: float
     traffic: float
 
-    def clocks(self, blocks: int, warps: int) -> float:
-        """Units work beside each other as far as there are warps to keep them busy; latency is hidden by blocks."""
+    def clocks(self, blocks: int, warps: int, staged: bool = False) -> float:
+        """Units work beside each other as far as there are warps to keep them busy; latency is hidden by blocks.
+
+        Copies of a single stage are waited for in every step, those of several were issued a step earlier.
+        """
         units = (self.matrix, self.shared, self.special, self.arithmetic, self.traffic)
         overlap = blocks * warps / 4
         longest = max(units)
-        return longest + (sum(units) - longest) / (1 + overlap) + STEP_LATENCY / blocks
+        return longest + (sum(units) - longest) / (1 + overlap) + STEP_LATENCY * (1 if staged else 2) / blocks
 
 
 def loop_statements(kernel: Kernel) -> Iterator[Stmt]:
@@ -101,6 +106,12 @@ def accumulator_registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: L
         (sum(weights[name] for name, (start, end) in spans.items() if start <= point < end) for point in range(last)),
         default=0,
     )
+
+
+def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> int:
+    """The estimate for one thread: tiles, row vectors and what the compiler needs beside them."""
+    overhead = OVERHEAD_REGISTERS.get(kernel.name, OTHER_OVERHEAD_REGISTERS)
+    return accumulator_registers(kernel, sizes, threads, layouts) + overhead
 
 
 def _registers(buffer: Buffer, sizes: Sizes, threads: int, layouts: Layouts) -> int:

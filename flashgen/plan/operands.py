@@ -26,9 +26,10 @@ def routed(kernel: Kernel, layouts: Layouts) -> list[str]:
     """Register operands that the layouts force through shared memory."""
     names = []
     for stmt in statements(kernel.body):
-        if isinstance(stmt, Gemm) and kernel.space(stmt.a) is Space.REGISTER:
-            if layouts[stmt.a][1] != 1 or layouts[stmt.acc] != layouts[stmt.a]:
-                names.append(stmt.a)
+        if not (isinstance(stmt, Gemm) and kernel.space(stmt.a) is Space.REGISTER):
+            continue
+        if layouts[stmt.a][1] != 1 or layouts[stmt.acc] != layouts[stmt.a]:
+            names.append(stmt.a)
     return list(dict.fromkeys(names))
 
 

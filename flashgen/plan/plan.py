@@ -39,7 +39,9 @@ class Candidate:
 
     def _stages_text(self) -> str:
         """How deep the copies are staged: one number where all tiles agree."""
-        depths = [count for name, count in self.stages if name.endswith("_tile") and not name.startswith(("lse", "delta"))]
+        depths = [
+            count for name, count in self.stages if name.endswith("_tile") and not name.startswith(("lse", "delta"))
+        ]
         if not depths:
             return ""
         text = str(depths[0]) if len(set(depths)) == 1 else " and ".join(map(str, depths))
@@ -116,7 +118,9 @@ class Plan:
         """The decisions, as kept in generated/: no costs, no rejections."""
         lines = [f"plan {self.kernel} for {self.arch.name}", f"  tile {self.candidate} (chosen by {self.source})"]
         lines.append("  " + ", ".join(f"{name} = {size}" for name, size in self.dims))
-        lines.append(f"  {self.threads} threads, about {self.registers} registers each, {self.min_blocks} blocks a multiprocessor")
+        lines.append(
+            f"  {self.threads} threads, about {self.registers} registers each, {self.min_blocks} a multiprocessor"
+        )
         lines.append(f"  shared memory {self.shared_bytes} of {self.arch.shared_per_block} bytes")
         for place in self.shared:
             lines.append(

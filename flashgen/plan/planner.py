@@ -34,7 +34,9 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
     chosen, source = verdicts[0].candidate, "cost model"
     measured = tuned.lookup(kernel.name, spec, arch)
     if measured is not None:
-        match = [verdict.candidate for verdict in verdicts if measured.matches(verdict.candidate) and not verdict.rejection]
+        match = [
+            verdict.candidate for verdict in verdicts if measured.matches(verdict.candidate) and not verdict.rejection
+        ]
         if match:
             chosen, source = match[0], f"measurement: {measured.note}"
     return replace(make(kernel, spec, arch, chosen), verdicts=tuple(verdicts), source=source)
@@ -56,12 +58,17 @@ def plan_like(kernel: Kernel, spec: Spec, arch: Arch, leader: Plan) -> Plan:
 
 
 def head_dims(spec: Spec, arch: Arch) -> dict[str, int]:
-    """Head dims padded to whole matrix instructions (in depth and in pairs of columns)."""
+    """Head dims padded to whole matrix instructions (in depth and in pairs of columns).
+
+    Wide ones to twice that: their accumulators only fit when two warps divide the columns.
+    """
     unit = max(arch.mma[2], 2 * arch.mma[1])
-    return {
-        "head_dim": -(-spec.head_dim // unit) * unit,
-        "head_dim_v": -(-spec.head_dim_v // unit) * unit,
-    }
+
+    def padded(size: int) -> int:
+        whole = unit if size <= 8 * unit else 2 * unit
+        return -(-size // whole) * whole
+
+    return {"head_dim": padded(spec.head_dim), "head_dim_v": padded(spec.head_dim_v)}
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
@@ -71,20 +78,23 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     shape = _unfit_shape(kernel, arch, sizes, layouts)
     if shape:
         return Verdict(candidate, rejection=shape)
-    needed = max((p.end for p in smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))), default=0)
+    needed = max(
+        (p.end for p in smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))), default=0
+    )
     if needed > arch.shared_per_block:
-        limit = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:.0f} KiB of a block"
-        return Verdict(candidate, rejection=limit)
-    registers = cost.accumulator_registers(kernel, sizes, threads, layouts) + cost.OVERHEAD_REGISTERS
+        excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:.0f} KiB of a block"
+        return Verdict(candidate, rejection=excess)
+    registers = cost.registers(kernel, sizes, threads, layouts)
     limit = min(arch.max_registers, arch.registers // threads)
     if registers > limit:
         return Verdict(candidate, rejection=f"about {registers} registers a thread exceed {limit}: it would spill")
     blocks = cost.resident_blocks(arch, threads, registers, needed)
     work = cost.step(kernel, arch, sizes, layouts, candidate.warps)
-    clocks = work.clocks(blocks, candidate.warps) * 1e6 / max(work.flops, 1)
+    staged = any(count > 1 for _, count in candidate.stages)
+    clocks = work.clocks(blocks, candidate.warps, staged) * 1e6 / max(work.flops, 1)
     why = (
-        f"{needed / KIB:.1f} KiB, {registers} registers, {blocks} blocks; a step takes {work.matrix:.0f} clocks of matrix "
-        f"work, {work.shared:.0f} of shared memory, {work.special:.0f} of exponentials"
+        f"{needed / KIB:.1f} KiB, {registers} registers, {blocks} blocks; a step takes {work.matrix:.0f} clocks of "
+        f"matrix work, {work.shared:.0f} of shared memory, {work.special:.0f} of exponentials"
     )
     return Verdict(candidate, cost=clocks, why=why)
 
@@ -105,7 +115,7 @@ def make(kernel: Kernel, spec: Spec, arch: Arch, candidate: Candidate) -> Plan:
     dims = {dim for item in kernel.buffers if item.space is not Space.GLOBAL for dim in item.shape}
     layouts, threads = dict(candidate.layouts), 32 * candidate.warps
     shared = smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))
-    registers = cost.accumulator_registers(kernel, sizes, threads, layouts) + cost.OVERHEAD_REGISTERS
+    registers = cost.registers(kernel, sizes, threads, layouts)
     needed = max((place.end for place in shared), default=0)
     return Plan(
         kernel=kernel.name,
@@ -124,4 +134,3 @@ def _blocks_product(candidate: Candidate) -> int:
     for _, size in candidate.blocks:
         total *= size
     return total
-

@@ -39,9 +39,7 @@ def allocate(kernel: Kernel, sizes: Mapping[str, int], stages: Mapping[str, int]
         taken = sorted((placed[name].offset, placed[name].end) for name in graph[item.name] if name in placed)
         offset = _lowest_gap(taken, footprint[item.name])
         width = row_bytes(sizes[item.shape[1]], item.dtype.bytes) if len(item.shape) == 2 else item.dtype.bytes
-        placed[item.name] = Placement(
-            item.name, offset, stage_bytes(item, sizes), stages.get(item.name, 1), width
-        )
+        placed[item.name] = Placement(item.name, offset, stage_bytes(item, sizes), stages.get(item.name, 1), width)
     return tuple(sorted(placed.values(), key=lambda place: (place.offset, place.buffer)))
 
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 BSHD_TO_BHSD = (0, 2, 1, 3)
 
 
-def forward(stages: tuple[Stages, ...], library: Library, layout: str, call: Call, inputs: tuple, outputs: tuple) -> None:
+def forward(
+    stages: tuple[Stages, ...], library: Library, layout: str, call: Call, inputs: tuple, outputs: tuple
+) -> None:
     """Fill o and lse."""
     import numpy as np
 

@@ -52,7 +52,9 @@ class Program:
         for axis in self.stages.machine.axes:
             blocks *= evaluate(axis.extent, sizes)
         if blocks > MAX_GRID:
-            raise ValueError(f"batch, heads and seqlen need {blocks} blocks; the grid holds {MAX_GRID}, so split the batch")
+            raise ValueError(
+                f"batch, heads and seqlen need {blocks} blocks; the grid holds {MAX_GRID}, so split the batch"
+            )
         offsets, at = [], 0
         for part in parts[: len(self.buffers)]:
             offsets.append(at)

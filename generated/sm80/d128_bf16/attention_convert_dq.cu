@@ -4,7 +4,7 @@
 // plan attention_convert_dq for sm_80
 //   tile q 64, 8 warps (chosen by the blocks of attention_backward)
 //   block_q = 64, head_dim = 128
-//   256 threads, about 72 registers each, 3 blocks a multiprocessor
+//   256 threads, about 72 registers each, 3 a multiprocessor
 //   shared memory 17408 of 166912 bytes
 //          0 ..  17408  dq_tile, 1 x 17408 bytes, 272 bytes a row
 //   warps of dq_acc: 2 along rows, 4 along columns

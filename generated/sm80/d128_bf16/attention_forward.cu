@@ -2,14 +2,14 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_80
-//   tile q 256 x kv 64, 8 warps, 1 stage (chosen by cost model)
-//   block_q = 256, block_kv = 64, head_dim = 128, head_dim_v = 128
-//   256 threads, about 248 registers each, 1 blocks a multiprocessor
+//   tile q 256 x kv 32, 8 warps, 2 stages (chosen by cost model)
+//   block_q = 256, block_kv = 32, head_dim = 128, head_dim_v = 128
+//   256 threads, about 248 registers each, 1 a multiprocessor
 //   shared memory 104448 of 166912 bytes
 //          0 ..  69632  o_tile, 1 x 69632 bytes, 272 bytes a row
 //          0 ..  69632  q_tile, 1 x 69632 bytes, 272 bytes a row
-//      69632 ..  87040  k_tile, 1 x 17408 bytes, 272 bytes a row
-//      87040 .. 104448  v_tile, 1 x 17408 bytes, 272 bytes a row
+//      69632 ..  87040  k_tile, 2 x 8704 bytes, 272 bytes a row
+//      87040 .. 104448  v_tile, 2 x 8704 bytes, 272 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of p_operand: 8 along rows, 1 along columns
@@ -24,7 +24,7 @@ using element = bf16;
 constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
 constexpr int BLOCK_Q = 256;
-constexpr int BLOCK_KV = 64;
+constexpr int BLOCK_KV = 32;
 constexpr int HEAD_DIM = 128;
 constexpr int HEAD_DIM_V = 128;
 constexpr int TRUE_HEAD_DIM = 128;  // before padding
@@ -98,23 +98,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
 
   }
   commit_group();
+  if (0 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
+    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, 0), args.v.row_stride, args.seqlen_k - 0);
+
+  }
+  commit_group();
   for (int kv_block = 0; kv_block < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV; ++kv_block) {
     const int kv_start = kv_block * BLOCK_KV;
     wait_group<0>();
-    // k_tile landed; the slot of v_tile is free
-    __syncthreads();
-    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, kv_start), args.v.row_stride, args.seqlen_k - kv_start);
-    commit_group();
-    fill(s, 0.0f);
-    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile);
-    wait_group<0>();
-    // v_tile landed; the slot of k_tile is free
+    // k_tile and v_tile landed; the slot of k_tile and v_tile is free
     __syncthreads();
     if (kv_block + 1 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
-      copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
+      copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile + (kv_block + 1) % 2 * KTile::BYTES, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
 
     }
     commit_group();
+    if (kv_block + 1 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
+      copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile + (kv_block + 1) % 2 * VTile::BYTES, args.v.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.v.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
+
+    }
+    commit_group();
+    fill(s, 0.0f);
+    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile + kv_block % 2 * KTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k) {
       #pragma unroll
@@ -167,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
         o_acc[i][j] = o_acc[i][j] * rescale[i];
       }
     }
-    multiply_packed<element, OAcc, VTile, false>(o_acc, p_operand, v_tile);
+    multiply_packed<element, OAcc, VTile, false>(o_acc, p_operand, v_tile + kv_block % 2 * VTile::BYTES);
 
   }
 
@@ -190,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
       o_out[i][j] = pack<element>(o_acc[i][2 * j] * inverse[i], o_acc[i][2 * j + 1] * inverse[i]);
     }
   }
+  __syncthreads();
   wait_group<0>();
   // nothing is in flight any more
   __syncthreads();

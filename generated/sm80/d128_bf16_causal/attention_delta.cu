@@ -4,7 +4,7 @@
 // plan attention_delta for sm_80
 //   tile q 64, 4 warps (chosen by the blocks of attention_backward)
 //   block_q = 64, head_dim = 128, head_dim_v = 128
-//   128 threads, about 110 registers each, 4 blocks a multiprocessor
+//   128 threads, about 110 registers each, 4 a multiprocessor
 //   shared memory 34816 of 166912 bytes
 //          0 ..  17408  dout_tile, 1 x 17408 bytes, 272 bytes a row
 //      17408 ..  34816  o_tile, 1 x 17408 bytes, 272 bytes a row

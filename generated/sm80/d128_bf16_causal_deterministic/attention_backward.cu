@@ -2,20 +2,20 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_backward for sm_80
-//   tile kv 128 x q 64, 8 warps, 1 stage, scores 4 x 2 among the warps (chosen by cost model)
+//   tile kv 128 x q 64, 8 warps, 2 and 1 stages, scores 4 x 2 among the warps (chosen by cost model)
 //   block_q = 64, block_kv = 128, head_dim = 128, head_dim_v = 128
-//   256 threads, about 248 registers each, 1 blocks a multiprocessor
-//   shared memory 141824 of 166912 bytes
+//   256 threads, about 248 registers each, 1 a multiprocessor
+//   shared memory 159488 of 166912 bytes
 //          0 ..  34816  dk_tile, 1 x 34816 bytes, 272 bytes a row
 //          0 ..  34816  k_tile, 1 x 34816 bytes, 272 bytes a row
 //      34816 ..  69632  dv_tile, 1 x 34816 bytes, 272 bytes a row
-//      34816 ..  69632  v_tile, 1 x 34816 bytes, 272 bytes a row
-//      69632 ..  88064  ds_tile, 1 x 18432 bytes, 144 bytes a row
-//      88064 .. 106496  p_tile, 1 x 18432 bytes, 144 bytes a row
-//     106496 .. 123904  dout_tile, 1 x 17408 bytes, 272 bytes a row
-//     123904 .. 141312  q_tile, 1 x 17408 bytes, 272 bytes a row
-//     141312 .. 141568  delta_tile, 1 x 256 bytes, 4 bytes a row
-//     141568 .. 141824  lse_tile, 1 x 256 bytes, 4 bytes a row
+//      34816 ..  69632  q_tile, 2 x 17408 bytes, 272 bytes a row
+//      69632 .. 104448  v_tile, 1 x 34816 bytes, 272 bytes a row
+//     104448 .. 122880  ds_tile, 1 x 18432 bytes, 144 bytes a row
+//     122880 .. 141312  p_tile, 1 x 18432 bytes, 144 bytes a row
+//     141312 .. 158720  dout_tile, 1 x 17408 bytes, 272 bytes a row
+//     158720 .. 159232  lse_tile, 2 x 256 bytes, 4 bytes a row
+//     159232 .. 159488  delta_tile, 1 x 256 bytes, 4 bytes a row
 //   warps of s: 4 along rows, 2 along columns
 //   warps of p: 4 along rows, 2 along columns
 //   warps of dp: 4 along rows, 2 along columns
@@ -48,18 +48,18 @@ using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 272>;
 constexpr int K_TILE_OFFSET = 0;
 using DvTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 272>;
 constexpr int DV_TILE_OFFSET = 34816;
-using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 272>;
-constexpr int V_TILE_OFFSET = 34816;
-using DsTile = SharedTile<BLOCK_KV, BLOCK_Q, 144>;
-constexpr int DS_TILE_OFFSET = 69632;
-using PTile = SharedTile<BLOCK_KV, BLOCK_Q, 144>;
-constexpr int P_TILE_OFFSET = 88064;
-using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 272>;
-constexpr int DOUT_TILE_OFFSET = 106496;
 using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 272>;
-constexpr int Q_TILE_OFFSET = 123904;
-constexpr int DELTA_TILE_OFFSET = 141312;
-constexpr int LSE_TILE_OFFSET = 141568;
+constexpr int Q_TILE_OFFSET = 34816;
+using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 272>;
+constexpr int V_TILE_OFFSET = 69632;
+using DsTile = SharedTile<BLOCK_KV, BLOCK_Q, 144>;
+constexpr int DS_TILE_OFFSET = 104448;
+using PTile = SharedTile<BLOCK_KV, BLOCK_Q, 144>;
+constexpr int P_TILE_OFFSET = 122880;
+using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 272>;
+constexpr int DOUT_TILE_OFFSET = 141312;
+constexpr int LSE_TILE_OFFSET = 158720;
+constexpr int DELTA_TILE_OFFSET = 159232;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_KV, BLOCK_Q, 4, 2>;
@@ -90,13 +90,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const SharedAddress dk_tile = {shared + DK_TILE_OFFSET};
   const SharedAddress k_tile = {shared + K_TILE_OFFSET};
   const SharedAddress dv_tile = {shared + DV_TILE_OFFSET};
+  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
   const SharedAddress v_tile = {shared + V_TILE_OFFSET};
   const SharedAddress ds_tile = {shared + DS_TILE_OFFSET};
   const SharedAddress p_tile = {shared + P_TILE_OFFSET};
   const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
-  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
-  float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
   float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
+  float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
 
   const int kv_block_count = (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV;
   const int kv_block = blockIdx.x % kv_block_count;
@@ -137,14 +137,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const int head = head_kv * args.group + head_in_group;
     const int q_start = q_block * BLOCK_Q;
     wait_group<0>();
-    // q_tile landed; the slot of dout_tile is free
+    // q_tile landed; the slot of q_tile and dout_tile is free
     __syncthreads();
+    if (step + 1 < args.group * q_blocks) {
+      copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile + (step + 1) % 2 * QTile::BYTES, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.q.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
+      copy_vector_async<BLOCK_Q, THREADS>(lse_tile + (step + 1) % 2 * BLOCK_Q, args.lse_log2.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
+
+    }
+    commit_group();
     copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head, q_start), args.dout.row_stride, args.seqlen_q - q_start);
     copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head, q_start), args.seqlen_q - q_start);
     commit_group();
     // keys are rows: s is the transpose of Q K^T
     fill(s, 0.0f);
-    multiply_shared<element, S, KTile, false, QTile, true>(s, k_tile, q_tile);
+    multiply_shared<element, S, KTile, false, QTile, true>(s, k_tile, q_tile + step % 2 * QTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
       #pragma unroll
@@ -160,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
       for (int j = 0; j < S::COLS; ++j) {
-        p[i][j] = exp2_approx(s[i][j] * args.scale_log2 - lse_tile[S::col(j)]);
+        p[i][j] = exp2_approx(s[i][j] * args.scale_log2 - lse_tile[step % 2 * BLOCK_Q + S::col(j)]);
       }
     }
     wait_group<0>();
@@ -196,15 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     // its readers are other warps
     store_fragment<S, DsTile>(ds_tile, ds_operand);
     __syncthreads();
-    multiply_shared<element, DkAcc, DsTile, false, QTile, false>(dk_acc, ds_tile, q_tile);
-    // every warp is done with the tiles of this step
-    __syncthreads();
-    if (step + 1 < args.group * q_blocks) {
-      copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.q.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
-      copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
-
-    }
-    commit_group();
+    multiply_shared<element, DkAcc, DsTile, false, QTile, false>(dk_acc, ds_tile, q_tile + step % 2 * QTile::BYTES);
 
   }
 
@@ -226,9 +224,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   // nothing is in flight any more
   __syncthreads();
   store_fragment<DkAcc, DkTile>(dk_tile, dk_out);
-  store_fragment<DvAcc, DvTile>(dv_tile, dv_out);
   __syncthreads();
+  store_fragment<DvAcc, DvTile>(dv_tile, dv_out);
   store_tile<DkTile, TRUE_HEAD_DIM, THREADS>(args.dk.at(batch, head_kv, kv_start), args.dk.row_stride, args.seqlen_k - kv_start, dk_tile);
+  __syncthreads();
   store_tile<DvTile, TRUE_HEAD_DIM_V, THREADS>(args.dv.at(batch, head_kv, kv_start), args.dv.row_stride, args.seqlen_k - kv_start, dv_tile);
 
 }

@@ -4,7 +4,7 @@
 // plan attention_backward_dq for sm_80
 //   tile q 256 x kv 32, 8 warps, 1 stage (chosen by cost model)
 //   block_q = 256, block_kv = 32, head_dim = 128, head_dim_v = 128
-//   256 threads, about 240 registers each, 1 blocks a multiprocessor
+//   256 threads, about 240 registers each, 1 a multiprocessor
 //   shared memory 156672 of 166912 bytes
 //          0 ..  69632  dout_tile, 1 x 69632 bytes, 272 bytes a row
 //          0 ..  69632  dq_tile, 1 x 69632 bytes, 272 bytes a row

@@ -4,7 +4,7 @@
 // plan attention_convert_dq for sm_80
 //   tile q 32, 8 warps (chosen by the blocks of attention_backward)
 //   block_q = 32, head_dim = 192
-//   256 threads, about 64 registers each, 4 blocks a multiprocessor
+//   256 threads, about 64 registers each, 4 a multiprocessor
 //   shared memory 12800 of 166912 bytes
 //          0 ..  12800  dq_tile, 1 x 12800 bytes, 400 bytes a row
 //   warps of dq_acc: 2 along rows, 4 along columns

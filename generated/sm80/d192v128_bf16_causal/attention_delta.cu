@@ -4,7 +4,7 @@
 // plan attention_delta for sm_80
 //   tile q 32, 2 warps (chosen by the blocks of attention_backward)
 //   block_q = 32, head_dim = 192, head_dim_v = 128
-//   64 threads, about 110 registers each, 9 blocks a multiprocessor
+//   64 threads, about 110 registers each, 9 a multiprocessor
 //   shared memory 17408 of 166912 bytes
 //          0 ..   8704  dout_tile, 1 x 8704 bytes, 272 bytes a row
 //       8704 ..  17408  o_tile, 1 x 8704 bytes, 272 bytes a row

@@ -4,7 +4,7 @@
 // plan attention_backward for sm_80
 //   tile kv 64 x q 64, 8 warps, 1 stage, scores 4 x 2 among the warps (chosen by cost model)
 //   block_q = 64, block_kv = 64, head_dim = 256, head_dim_v = 256
-//   256 threads, about 232 registers each, 1 blocks a multiprocessor
+//   256 threads, about 232 registers each, 1 a multiprocessor
 //   shared memory 154112 of 166912 bytes
 //          0 ..  33792  dk_tile, 1 x 33792 bytes, 528 bytes a row
 //          0 ..  33792  dout_tile, 1 x 33792 bytes, 528 bytes a row

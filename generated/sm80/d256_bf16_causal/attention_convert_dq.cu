@@ -4,7 +4,7 @@
 // plan attention_convert_dq for sm_80
 //   tile q 64, 8 warps (chosen by the blocks of attention_backward)
 //   block_q = 64, head_dim = 256
-//   256 threads, about 104 registers each, 2 blocks a multiprocessor
+//   256 threads, about 104 registers each, 2 a multiprocessor
 //   shared memory 33792 of 166912 bytes
 //          0 ..  33792  dq_tile, 1 x 33792 bytes, 528 bytes a row
 //   warps of dq_acc: 1 along rows, 8 along columns

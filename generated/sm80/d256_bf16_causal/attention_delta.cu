@@ -4,7 +4,7 @@
 // plan attention_delta for sm_80
 //   tile q 64, 4 warps (chosen by the blocks of attention_backward)
 //   block_q = 64, head_dim = 256, head_dim_v = 256
-//   128 threads, about 174 registers each, 2 blocks a multiprocessor
+//   128 threads, about 174 registers each, 2 a multiprocessor
 //   shared memory 67584 of 166912 bytes
 //          0 ..  33792  dout_tile, 1 x 33792 bytes, 528 bytes a row
 //      33792 ..  67584  o_tile, 1 x 33792 bytes, 528 bytes a row

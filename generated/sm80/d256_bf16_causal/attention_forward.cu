@@ -4,7 +4,7 @@
 // plan attention_forward for sm_80
 //   tile q 128 x kv 80, 8 warps, 1 stage (chosen by cost model)
 //   block_q = 128, block_kv = 80, head_dim = 256, head_dim_v = 256
-//   256 threads, about 216 registers each, 1 blocks a multiprocessor
+//   256 threads, about 248 registers each, 1 a multiprocessor
 //   shared memory 152064 of 166912 bytes
 //          0 ..  67584  o_tile, 1 x 67584 bytes, 528 bytes a row
 //          0 ..  67584  q_tile, 1 x 67584 bytes, 528 bytes a row

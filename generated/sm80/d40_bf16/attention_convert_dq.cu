@@ -4,7 +4,7 @@
 // plan attention_convert_dq for sm_80
 //   tile q 128, 8 warps (chosen by the blocks of attention_backward)
 //   block_q = 128, head_dim = 48
-//   256 threads, about 64 registers each, 4 blocks a multiprocessor
+//   256 threads, about 64 registers each, 4 a multiprocessor
 //   shared memory 14336 of 166912 bytes
 //          0 ..  14336  dq_tile, 1 x 14336 bytes, 112 bytes a row
 //   warps of dq_acc: 8 along rows, 1 along columns

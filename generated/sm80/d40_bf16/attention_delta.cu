@@ -4,7 +4,7 @@
 // plan attention_delta for sm_80
 //   tile q 128, 8 warps (chosen by the blocks of attention_backward)
 //   block_q = 128, head_dim = 48, head_dim_v = 48
-//   256 threads, about 70 registers each, 3 blocks a multiprocessor
+//   256 threads, about 70 registers each, 3 a multiprocessor
 //   shared memory 28672 of 166912 bytes
 //          0 ..  14336  dout_tile, 1 x 14336 bytes, 112 bytes a row
 //      14336 ..  28672  o_tile, 1 x 14336 bytes, 112 bytes a row

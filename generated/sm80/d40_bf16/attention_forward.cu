@@ -2,29 +2,29 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_80
-//   tile q 128 x kv 64, 4 warps, 1 stage (chosen by cost model)
-//   block_q = 128, block_kv = 64, head_dim = 48, head_dim_v = 48
-//   128 threads, about 168 registers each, 3 blocks a multiprocessor
-//   shared memory 28672 of 166912 bytes
-//          0 ..  14336  o_tile, 1 x 14336 bytes, 112 bytes a row
-//          0 ..  14336  q_tile, 1 x 14336 bytes, 112 bytes a row
-//      14336 ..  21504  k_tile, 1 x 7168 bytes, 112 bytes a row
-//      21504 ..  28672  v_tile, 1 x 7168 bytes, 112 bytes a row
-//   warps of s: 4 along rows, 1 along columns
-//   warps of p: 4 along rows, 1 along columns
-//   warps of p_operand: 4 along rows, 1 along columns
-//   warps of o_acc: 4 along rows, 1 along columns
-//   warps of o_out: 4 along rows, 1 along columns
+//   tile q 256 x kv 96, 8 warps, 2 stages (chosen by cost model)
+//   block_q = 256, block_kv = 96, head_dim = 48, head_dim_v = 48
+//   256 threads, about 232 registers each, 1 a multiprocessor
+//   shared memory 71680 of 166912 bytes
+//          0 ..  28672  o_tile, 1 x 28672 bytes, 112 bytes a row
+//          0 ..  28672  q_tile, 1 x 28672 bytes, 112 bytes a row
+//      28672 ..  50176  k_tile, 2 x 10752 bytes, 112 bytes a row
+//      50176 ..  71680  v_tile, 2 x 10752 bytes, 112 bytes a row
+//   warps of s: 8 along rows, 1 along columns
+//   warps of p: 8 along rows, 1 along columns
+//   warps of p_operand: 8 along rows, 1 along columns
+//   warps of o_acc: 8 along rows, 1 along columns
+//   warps of o_out: 8 along rows, 1 along columns
 
 #include "flashgen/common.cuh"
 #include "flashgen/sm80.cuh"
 
 using element = bf16;
 
-constexpr int THREADS = 128;  // 4 warps
-constexpr int MIN_BLOCKS = 3;  // blocks a multiprocessor
-constexpr int BLOCK_Q = 128;
-constexpr int BLOCK_KV = 64;
+constexpr int THREADS = 256;  // 8 warps
+constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
+constexpr int BLOCK_Q = 256;
+constexpr int BLOCK_KV = 96;
 constexpr int HEAD_DIM = 48;
 constexpr int HEAD_DIM_V = 48;
 constexpr int TRUE_HEAD_DIM = 40;  // before padding
@@ -36,13 +36,13 @@ constexpr int O_TILE_OFFSET = 0;
 using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 112>;
 constexpr int Q_TILE_OFFSET = 0;
 using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 112>;
-constexpr int K_TILE_OFFSET = 14336;
+constexpr int K_TILE_OFFSET = 28672;
 using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 112>;
-constexpr int V_TILE_OFFSET = 21504;
+constexpr int V_TILE_OFFSET = 50176;
 
 // register tiles: rows x columns, warps along each
-using S = Fragment<BLOCK_Q, BLOCK_KV, 4, 1>;
-using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 4, 1>;
+using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
+using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 8, 1>;
 
 struct Args {
   Tensor<element> q;  // batches, heads, seqlen_q, head_dim
@@ -98,23 +98,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
 
   }
   commit_group();
+  if (0 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
+    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, 0), args.v.row_stride, args.seqlen_k - 0);
+
+  }
+  commit_group();
   for (int kv_block = 0; kv_block < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV; ++kv_block) {
     const int kv_start = kv_block * BLOCK_KV;
     wait_group<0>();
-    // k_tile landed; the slot of v_tile is free
-    __syncthreads();
-    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, kv_start), args.v.row_stride, args.seqlen_k - kv_start);
-    commit_group();
-    fill(s, 0.0f);
-    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile);
-    wait_group<0>();
-    // v_tile landed; the slot of k_tile is free
+    // k_tile and v_tile landed; the slot of k_tile and v_tile is free
     __syncthreads();
     if (kv_block + 1 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
-      copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
+      copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile + (kv_block + 1) % 2 * KTile::BYTES, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
 
     }
     commit_group();
+    if (kv_block + 1 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
+      copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile + (kv_block + 1) % 2 * VTile::BYTES, args.v.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.v.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
+
+    }
+    commit_group();
+    fill(s, 0.0f);
+    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile + kv_block % 2 * KTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k) {
       #pragma unroll
@@ -167,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
         o_acc[i][j] = o_acc[i][j] * rescale[i];
       }
     }
-    multiply_packed<element, OAcc, VTile, false>(o_acc, p_operand, v_tile);
+    multiply_packed<element, OAcc, VTile, false>(o_acc, p_operand, v_tile + kv_block % 2 * VTile::BYTES);
 
   }
 
@@ -190,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
       o_out[i][j] = pack<element>(o_acc[i][2 * j] * inverse[i], o_acc[i][2 * j + 1] * inverse[i]);
     }
   }
+  __syncthreads();
   wait_group<0>();
   // nothing is in flight any more
   __syncthreads();

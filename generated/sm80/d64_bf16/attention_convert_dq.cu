@@ -4,7 +4,7 @@
 // plan attention_convert_dq for sm_80
 //   tile q 32, 8 warps (chosen by the blocks of attention_backward)
 //   block_q = 32, head_dim = 64
-//   256 threads, about 48 registers each, 5 blocks a multiprocessor
+//   256 threads, about 48 registers each, 5 a multiprocessor
 //   shared memory 4608 of 166912 bytes
 //          0 ..   4608  dq_tile, 1 x 4608 bytes, 144 bytes a row
 //   warps of dq_acc: 2 along rows, 4 along columns

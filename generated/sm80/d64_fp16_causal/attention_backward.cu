@@ -2,19 +2,19 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_backward for sm_80
-//   tile kv 256 x q 32, 8 warps, 1 stage (chosen by cost model)
+//   tile kv 256 x q 32, 8 warps, 2 and 1 stages (chosen by cost model)
 //   block_q = 32, block_kv = 256, head_dim = 64, head_dim_v = 64
-//   256 threads, about 248 registers each, 1 blocks a multiprocessor
-//   shared memory 103680 of 166912 bytes
+//   256 threads, about 248 registers each, 1 a multiprocessor
+//   shared memory 108416 of 166912 bytes
 //          0 ..  36864  dk_tile, 1 x 36864 bytes, 144 bytes a row
 //          0 ..  36864  k_tile, 1 x 36864 bytes, 144 bytes a row
 //      36864 ..  73728  dv_tile, 1 x 36864 bytes, 144 bytes a row
 //      36864 ..  73728  v_tile, 1 x 36864 bytes, 144 bytes a row
 //      73728 ..  94208  ds_tile, 1 x 20480 bytes, 80 bytes a row
-//      94208 ..  98816  dout_tile, 1 x 4608 bytes, 144 bytes a row
-//      98816 .. 103424  q_tile, 1 x 4608 bytes, 144 bytes a row
-//     103424 .. 103552  delta_tile, 1 x 128 bytes, 4 bytes a row
-//     103552 .. 103680  lse_tile, 1 x 128 bytes, 4 bytes a row
+//      94208 .. 103424  q_tile, 2 x 4608 bytes, 144 bytes a row
+//     103424 .. 108032  dout_tile, 1 x 4608 bytes, 144 bytes a row
+//     108032 .. 108288  lse_tile, 2 x 128 bytes, 4 bytes a row
+//     108288 .. 108416  delta_tile, 1 x 128 bytes, 4 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of dp: 8 along rows, 1 along columns
@@ -53,12 +53,12 @@ using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 144>;
 constexpr int V_TILE_OFFSET = 36864;
 using DsTile = SharedTile<BLOCK_KV, BLOCK_Q, 80>;
 constexpr int DS_TILE_OFFSET = 73728;
-using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 144>;
-constexpr int DOUT_TILE_OFFSET = 94208;
 using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 144>;
-constexpr int Q_TILE_OFFSET = 98816;
-constexpr int DELTA_TILE_OFFSET = 103424;
-constexpr int LSE_TILE_OFFSET = 103552;
+constexpr int Q_TILE_OFFSET = 94208;
+using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 144>;
+constexpr int DOUT_TILE_OFFSET = 103424;
+constexpr int LSE_TILE_OFFSET = 108032;
+constexpr int DELTA_TILE_OFFSET = 108288;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_KV, BLOCK_Q, 8, 1>;
@@ -93,10 +93,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const SharedAddress dv_tile = {shared + DV_TILE_OFFSET};
   const SharedAddress v_tile = {shared + V_TILE_OFFSET};
   const SharedAddress ds_tile = {shared + DS_TILE_OFFSET};
-  const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
   const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
-  float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
+  const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
   float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
+  float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
 
   const int kv_block_count = (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV;
   const int kv_block = blockIdx.x % kv_block_count;
@@ -138,14 +138,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const int head = head_kv * args.group + head_in_group;
     const int q_start = q_block * BLOCK_Q;
     wait_group<0>();
-    // q_tile landed; the slot of dout_tile is free
+    // q_tile landed; the slot of q_tile and dout_tile is free
     __syncthreads();
+    if (step + 1 < args.group * q_blocks) {
+      copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile + (step + 1) % 2 * QTile::BYTES, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.q.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
+      copy_vector_async<BLOCK_Q, THREADS>(lse_tile + (step + 1) % 2 * BLOCK_Q, args.lse_log2.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
+
+    }
+    commit_group();
     copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head, q_start), args.dout.row_stride, args.seqlen_q - q_start);
     copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head, q_start), args.seqlen_q - q_start);
     commit_group();
     // keys are rows: s is the transpose of Q K^T
     fill(s, 0.0f);
-    multiply_shared<element, S, KTile, false, QTile, true>(s, k_tile, q_tile);
+    multiply_shared<element, S, KTile, false, QTile, true>(s, k_tile, q_tile + step % 2 * QTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
       #pragma unroll
@@ -161,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
       for (int j = 0; j < S::COLS; ++j) {
-        p[i][j] = exp2_approx(s[i][j] * args.scale_log2 - lse_tile[S::col(j)]);
+        p[i][j] = exp2_approx(s[i][j] * args.scale_log2 - lse_tile[step % 2 * BLOCK_Q + S::col(j)]);
       }
     }
     wait_group<0>();
@@ -193,20 +199,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     }
     // dQ needs every key of the block
     store_fragment<S, DsTile>(ds_tile, ds_operand);
-    multiply_packed<element, DkAcc, QTile, false>(dk_acc, ds_operand, q_tile);
+    multiply_packed<element, DkAcc, QTile, false>(dk_acc, ds_operand, q_tile + step % 2 * QTile::BYTES);
     __syncthreads();
     fill(dq_acc, 0.0f);
     multiply_shared<element, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
     // other blocks of keys add to the same rows
     add_fragment<REDUCTION_WIDTH, THREADS>(args.dq_workspace.at(batch, head, q_start), dq_acc);
-    // every warp is done with the tiles of this step
-    __syncthreads();
-    if (step + 1 < args.group * q_blocks) {
-      copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.q.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
-      copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
-
-    }
-    commit_group();
 
   }
 
@@ -224,6 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       dv_out[i][j] = pack<element>(dv_acc[i][2 * j], dv_acc[i][2 * j + 1]);
     }
   }
+  __syncthreads();
   wait_group<0>();
   // nothing is in flight any more
   __syncthreads();

@@ -4,7 +4,7 @@
 // plan attention_delta for sm_80
 //   tile q 32, 2 warps (chosen by the blocks of attention_backward)
 //   block_q = 32, head_dim = 64, head_dim_v = 64
-//   64 threads, about 78 registers each, 12 blocks a multiprocessor
+//   64 threads, about 78 registers each, 12 a multiprocessor
 //   shared memory 9216 of 166912 bytes
 //          0 ..   4608  dout_tile, 1 x 4608 bytes, 144 bytes a row
 //       4608 ..   9216  o_tile, 1 x 4608 bytes, 144 bytes a row

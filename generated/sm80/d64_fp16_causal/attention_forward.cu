@@ -2,14 +2,14 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_80
-//   tile q 256 x kv 128, 8 warps, 1 stage (chosen by cost model)
-//   block_q = 256, block_kv = 128, head_dim = 64, head_dim_v = 64
-//   256 threads, about 248 registers each, 1 blocks a multiprocessor
-//   shared memory 73728 of 166912 bytes
+//   tile q 256 x kv 96, 8 warps, 2 stages (chosen by cost model)
+//   block_q = 256, block_kv = 96, head_dim = 64, head_dim_v = 64
+//   256 threads, about 248 registers each, 1 a multiprocessor
+//   shared memory 92160 of 166912 bytes
 //          0 ..  36864  o_tile, 1 x 36864 bytes, 144 bytes a row
 //          0 ..  36864  q_tile, 1 x 36864 bytes, 144 bytes a row
-//      36864 ..  55296  k_tile, 1 x 18432 bytes, 144 bytes a row
-//      55296 ..  73728  v_tile, 1 x 18432 bytes, 144 bytes a row
+//      36864 ..  64512  k_tile, 2 x 13824 bytes, 144 bytes a row
+//      64512 ..  92160  v_tile, 2 x 13824 bytes, 144 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of p_operand: 8 along rows, 1 along columns
@@ -24,7 +24,7 @@ using element = fp16;
 constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
 constexpr int BLOCK_Q = 256;
-constexpr int BLOCK_KV = 128;
+constexpr int BLOCK_KV = 96;
 constexpr int HEAD_DIM = 64;
 constexpr int HEAD_DIM_V = 64;
 constexpr int TRUE_HEAD_DIM = 64;  // before padding
@@ -38,7 +38,7 @@ constexpr int Q_TILE_OFFSET = 0;
 using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 144>;
 constexpr int K_TILE_OFFSET = 36864;
 using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 144>;
-constexpr int V_TILE_OFFSET = 55296;
+constexpr int V_TILE_OFFSET = 64512;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
@@ -100,23 +100,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
 
   }
   commit_group();
+  if (0 < last_kv_block) {
+    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, 0), args.v.row_stride, args.seqlen_k - 0);
+
+  }
+  commit_group();
   for (int kv_block = 0; kv_block < last_kv_block; ++kv_block) {
     const int kv_start = kv_block * BLOCK_KV;
     wait_group<0>();
-    // k_tile landed; the slot of v_tile is free
-    __syncthreads();
-    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, kv_start), args.v.row_stride, args.seqlen_k - kv_start);
-    commit_group();
-    fill(s, 0.0f);
-    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile);
-    wait_group<0>();
-    // v_tile landed; the slot of k_tile is free
+    // k_tile and v_tile landed; the slot of k_tile and v_tile is free
     __syncthreads();
     if (kv_block + 1 < last_kv_block) {
-      copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
+      copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile + (kv_block + 1) % 2 * KTile::BYTES, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
 
     }
     commit_group();
+    if (kv_block + 1 < last_kv_block) {
+      copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile + (kv_block + 1) % 2 * VTile::BYTES, args.v.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.v.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
+
+    }
+    commit_group();
+    fill(s, 0.0f);
+    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile + kv_block % 2 * KTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
       #pragma unroll
@@ -169,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
         o_acc[i][j] = o_acc[i][j] * rescale[i];
       }
     }
-    multiply_packed<element, OAcc, VTile, false>(o_acc, p_operand, v_tile);
+    multiply_packed<element, OAcc, VTile, false>(o_acc, p_operand, v_tile + kv_block % 2 * VTile::BYTES);
 
   }
 
@@ -192,6 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
       o_out[i][j] = pack<element>(o_acc[i][2 * j] * inverse[i], o_acc[i][2 * j + 1] * inverse[i]);
     }
   }
+  __syncthreads();
   wait_group<0>();
   // nothing is in flight any more
   __syncthreads();

@@ -1,0 +1,72 @@
+"""What is emitted depends on the spec and the chip alone, and generated/ is what is emitted now."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashgen import catalog
+from flashgen.cli.generate import present
+
+ROOT = Path(__file__).resolve().parents[2]
+GENERATED = ROOT / "generated"
+
+DIGEST = """
+import hashlib
+from flashgen import catalog
+from flashgen.spec import Spec
+for spec in (Spec(64, 64, causal=True), Spec(40, 40), Spec(64, 32, deterministic=True)):
+    for path, text in catalog.files(spec).items():
+        print(path, hashlib.sha256(text.encode()).hexdigest())
+"""
+
+# What must not be in a generated text: places on a disk, addresses of objects, dates and times of day.
+FOREIGN = re.compile(
+    r"/(?:home|root|tmp|usr|work)/|\bat 0x[0-9a-f]{6,}|<[\w.]+ object|\b20\d\d-\d\d-\d\d\b|\b\d\d:\d\d:\d\d\b"
+)
+
+
+def digests(seed):
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    run = subprocess.run(
+        [sys.executable, "-c", DIGEST], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    return run.stdout.splitlines()
+
+
+def test_the_text_does_not_depend_on_the_order_of_sets():
+    first = digests("0")
+    assert len(first) == 12 + 12 + 12
+    assert first == digests("1")
+
+
+@pytest.mark.parametrize("spec", catalog.SPECS, ids=str)
+def test_generated_is_what_is_emitted_now(spec):
+    wrong = []
+    for path, text in catalog.files(spec).items():
+        file = GENERATED / path
+        if not file.is_file() or file.read_bytes() != text.encode():
+            wrong.append(path)
+    assert not wrong, f"run make generate: {wrong}"
+
+
+def test_generated_holds_nothing_else():
+    specs = {f"{catalog.SHOWN.family}/{spec}" for spec in catalog.SPECS}
+    there = {path.rpartition("/")[0] for path in present(GENERATED)}
+    assert there == specs
+
+
+def test_a_generated_text_names_no_place_and_no_time():
+    for name in present(GENERATED):
+        text = (GENERATED / name).read_text(encoding="utf-8")
+        found = FOREIGN.search(text)
+        assert not found and str(ROOT) not in text, f"{name}: {found and found[0]}"
+
+
+def test_generated_files_are_small_enough_to_read():
+    for name in present(GENERATED):
+        lines = (GENERATED / name).read_text(encoding="utf-8").splitlines()
+        assert len(lines) < 400, f"{name} has {len(lines)} lines"
