@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -189,7 +190,7 @@ class Kernel:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout."""
         library = library_of(q)
         if library.name == "torch":
-            from flashgen.integrations import torch_ops
+            torch_ops = importlib.import_module("flashgen.integrations.torch_ops")
 
             if torch_ops.needs_autograd(q, k, v):
                 o, lse = torch_ops.attention(self, q, k, v, scale)

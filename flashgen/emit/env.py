@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jinja2
+if TYPE_CHECKING:
+    import jinja2
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -21,6 +23,8 @@ def templates() -> Path:
 @cache
 def environment() -> jinja2.Environment:
     """The environment that all templates are parsed with."""
+    import jinja2
+
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates()),
         undefined=jinja2.StrictUndefined,
