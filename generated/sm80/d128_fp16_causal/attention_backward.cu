@@ -229,7 +229,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       dv_out[i][j] = pack<element>(dv_acc[i][2 * j], dv_acc[i][2 * j + 1]);
     }
   }
-  __syncthreads();
   wait_group<0>();
   // nothing is in flight any more
   __syncthreads();

@@ -197,7 +197,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
       o_out[i][j] = pack<element>(o_acc[i][2 * j] * inverse[i], o_acc[i][2 * j + 1] * inverse[i]);
     }
   }
-  __syncthreads();
   wait_group<0>();
   // nothing is in flight any more
   __syncthreads();
