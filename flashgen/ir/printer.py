@@ -113,4 +113,4 @@ def _machine_text(stmt: Stmt) -> str:
         elif isinstance(value, Window | Tile):
             value = place_text(value)
         parts.append(str(value) if item.name in ("dst", "acc") else f"{item.name}={value}")
-    return f"{stmt.NAME} {', '.join(parts)}"  # type: ignore[attr-defined]
+    return f"{stmt.NAME} {', '.join(parts)}".rstrip()  # type: ignore[attr-defined]

@@ -18,34 +18,34 @@ def insert(kernel: Kernel, plan: Plan) -> Kernel:
 
     Invariant: the walk of machine/sm80_hazards finds nothing.
     """
-    found = hazards(kernel, plan)
-    while found:
-        kernel = kernel.having(body=_before(kernel.body, found[0].path, _protection(found[0])))
-        remaining = hazards(kernel, plan)
-        if remaining and remaining[0].text == found[0].text and remaining[0].reason == found[0].reason:
-            raise AssertionError(f"a barrier does not help: {remaining[0]}")
-        found = remaining
+    while found := hazards(kernel, plan):
+        first = min(found, key=lambda hazard: hazard.path)
+        protection = _protection(first)
+        kernel = kernel.having(body=_before(kernel.body, first.path, protection))
+        moved = (*first.path[:-1], first.path[-1] + len(protection))
+        if any((hazard.path, hazard.reason) == (moved, first.reason) for hazard in hazards(kernel, plan)):
+            raise AssertionError(f"{kernel.name}: a barrier does not help: {first}")
     return kernel
 
 
 def drop_redundant(kernel: Kernel, plan: Plan) -> Kernel:
-    """Leave out each barrier that the others make needless.
+    """Leave out each barrier and wait that the others make needless.
 
-    Invariant: the walk of machine/sm80_hazards finds nothing, and would without any one of the barriers left.
+    Invariant: the walk of machine/sm80_hazards finds nothing, and would without any one of those that are left.
     """
-    for path in reversed(list(_barriers(kernel.body))):
+    for path in reversed(list(_meetings(kernel.body))):
         without = kernel.having(body=_before(kernel.body, path, (), leave_out=1))
         if not hazards(without, plan):
             kernel = without
     return kernel
 
 
-def _barriers(body: Body, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Paths of the barriers, in program order."""
+def _meetings(body: Body, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Paths of the barriers and waits, in program order."""
     for position, stmt in enumerate(body):
-        if isinstance(stmt, Barrier):
+        if isinstance(stmt, Barrier | WaitGroup):
             yield (*path, position)
-        yield from _barriers(getattr(stmt, "body", ()), (*path, position))
+        yield from _meetings(getattr(stmt, "body", ()), (*path, position))
 
 
 def _protection(hazard: Hazard) -> tuple[Stmt, ...]:

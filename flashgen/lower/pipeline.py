@@ -75,7 +75,7 @@ def _pipeline(loop: For, plan: Plan) -> list[Stmt]:
     """The prologue's copies and the loop in its pipelined form."""
     lets = [stmt for stmt in loop.body if isinstance(stmt, Let)]
     compute = [stmt for stmt in loop.body if not isinstance(stmt, (Let, *COPIES))]
-    groups = _groups(loop, compute, plan)
+    groups = _groups(loop, plan)
     if not groups:
         return [loop]
     end_meeting = _schedule(groups, len(compute))
@@ -108,14 +108,14 @@ def _pipeline(loop: For, plan: Plan) -> list[Stmt]:
     return [*prologue, replace(loop, body=tuple(body))]
 
 
-def _groups(loop: For, compute: list[Stmt], plan: Plan) -> list[Group]:
+def _groups(loop: For, plan: Plan) -> list[Group]:
     """Tiles with the vectors that follow them, and where in the loop they are read."""
     groups: list[Group] = []
     for copy in loop.body:
         if not isinstance(copy, COPIES):
             continue
         name = name_of(copy.dst)
-        found = _readers(loop, compute, name)
+        found = _readers(loop, name)
         stages = plan.stages.get(name, 1)
         if isinstance(copy, CopyVectorAsync) and groups:
             group = groups[-1]
@@ -128,10 +128,10 @@ def _groups(loop: For, compute: list[Stmt], plan: Plan) -> list[Group]:
     return groups
 
 
-def _readers(loop: For, compute: list[Stmt], name: str) -> list[int]:
+def _readers(loop: For, name: str) -> list[int]:
     """Positions among the loop's other statements that read a buffer, by the dataflow graph of the loop's body."""
-    places = {id(stmt): at for at, stmt in enumerate(compute)}
-    found = [places[id(loop.body[at])] for at in readers(loop.body, name) if id(loop.body[at]) in places]
+    places = [at for at, stmt in enumerate(loop.body) if not isinstance(stmt, (Let, *COPIES))]
+    found = [places.index(at) for at in readers(loop.body, name) if at in places]
     if not found:
         raise ValueError(f"{name} is copied in a loop that does not read it; drop the copy")
     return found

@@ -62,6 +62,7 @@ class PackFragment(MachineStmt):
     dst: str
     expr: Expr
     NAME = "pack_fragment"
+    NEEDS = "shared buffers loaded in the expression have landed and a barrier has passed"
     WRITES = ("dst",)
 
 

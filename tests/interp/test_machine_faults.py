@@ -157,7 +157,7 @@ def test_a_sum_combined_twice_is_four_times_too_large():
 
 def test_barrier_not_reached_by_all():
     body = (*GOOD[:5], If(Var("warp").equals(0), (Barrier(note="only one comes"),)))
-    fails(body, r"warp 0 waits at `barrier ` \(only one comes\); warp 1 has finished", Deadlock)
+    fails(body, r"warp 0 waits at `barrier` \(only one comes\); warp 1 has finished", Deadlock)
 
 
 def test_different_barriers():

@@ -224,10 +224,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   // nothing is in flight any more
   __syncthreads();
   store_fragment<DkAcc, DkTile>(dk_tile, dk_out);
-  __syncthreads();
   store_fragment<DvAcc, DvTile>(dv_tile, dv_out);
-  store_tile<DkTile, TRUE_HEAD_DIM, THREADS>(args.dk.at(batch, head_kv, kv_start), args.dk.row_stride, args.seqlen_k - kv_start, dk_tile);
   __syncthreads();
+  store_tile<DkTile, TRUE_HEAD_DIM, THREADS>(args.dk.at(batch, head_kv, kv_start), args.dk.row_stride, args.seqlen_k - kv_start, dk_tile);
   store_tile<DvTile, TRUE_HEAD_DIM_V, THREADS>(args.dv.at(batch, head_kv, kv_start), args.dv.row_stride, args.seqlen_k - kv_start, dv_tile);
 
 }

@@ -1,0 +1,163 @@
+"""Interval evaluation of masks, against every element of small tiles."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashgen.calculus import affine, conjuncts, extreme, loop_limits, somewhere_hidden
+from flashgen.ir.expr import Binary, Compare, Const, I, J, Var, evaluate, minimum, text
+
+K, BLOCK, LENGTH, SHIFT = Var("k"), Var("block"), Var("length"), Var("shift")
+quick = settings(max_examples=80, deadline=None)
+
+# Affine in i, j and k * block; `shift` and `length` are run-time numbers.
+atoms = [I, J, K * BLOCK, SHIFT, LENGTH, Const(3), Const(0)]
+
+
+@st.composite
+def sides(draw):
+    """A sum and difference of distinct atoms."""
+    chosen = draw(st.lists(st.sampled_from(range(len(atoms))), unique=True, min_size=1, max_size=4))
+    total = atoms[chosen[0]]
+    for at in chosen[1:]:
+        total = total + atoms[at] if draw(st.booleans()) else total - atoms[at]
+    return total
+
+
+compares = st.builds(Compare, st.sampled_from(["<", "<=", ">", ">="]), sides(), sides())
+masks = st.lists(compares, min_size=1, max_size=3).map(lambda parts: _conjunction(parts))
+scalars = st.fixed_dictionaries({"shift": st.integers(-9, 9), "length": st.integers(0, 20), "block": st.integers(1, 5)})
+
+
+def _conjunction(parts):
+    mask = parts[0]
+    for part in parts[1:]:
+        mask = Binary("&", mask, part)
+    return mask
+
+
+ROWS, COLS = 3, 4
+RANGES = {"i": (Const(0), Const(ROWS - 1)), "j": (Const(0), Const(COLS - 1))}
+
+
+def elements(expr, values):
+    return [evaluate(expr, {**values, "i": i, "j": j}) for i, j in product(range(ROWS), range(COLS))]
+
+
+@quick
+@given(sides(), scalars, st.integers(0, 6))
+def test_extremes_are_the_extremes(expr, scalars, k):
+    values = {**scalars, "k": k}
+    found = elements(expr, values)
+    assert evaluate(extreme(expr, RANGES, upper=True), values) == max(found)
+    assert evaluate(extreme(expr, RANGES, upper=False), values) == min(found)
+
+
+@quick
+@given(sides())
+def test_affine_takes_an_expression_apart(expr):
+    terms, rest = affine(expr, {"i", "j", "k"})
+    values = {"i": 2, "j": 5, "k": 7, "block": 11, "shift": 13, "length": 17}
+    total = sum(term.sign * values[name] * evaluate(term.factor, values) for name, term in terms.items())
+    assert total + evaluate(rest, values) == evaluate(expr, values)
+    assert all(evaluate(term.factor, values) > 0 for term in terms.values())
+
+
+@quick
+@given(masks, scalars, st.integers(0, 6))
+def test_a_tile_without_the_guard_is_wholly_visible(mask, scalars, k):
+    values = {**scalars, "k": k}
+    guard = evaluate(somewhere_hidden(mask, RANGES), values)
+    seen = elements(mask, values)
+    assert guard or all(seen)
+    shared = any({"i", "j"} & _coordinates(part.x) & _coordinates(part.y) for part in conjuncts(mask))
+    assert shared or guard == (not all(seen)), "the guard is exact unless a coordinate stands on both sides"
+
+
+def _coordinates(expr):
+    return set(affine(expr, {"i", "j"})[0])
+
+
+@quick
+@given(masks, scalars, st.integers(0, 3), st.integers(0, 6))
+def test_a_skipped_step_sees_nothing(mask, scalars, start, stop):
+    try:
+        limits = loop_limits(mask, "k", RANGES, Const(start), Const(stop))
+    except ValueError as error:  # k on both sides of a comparison
+        assert "names a coordinate twice" in str(error)
+        return
+    low, high = (evaluate(limit, scalars) for limit in limits)
+    assert low >= start and high <= stop
+    for k in range(start, stop):
+        if not low <= k < high:
+            assert not any(elements(mask, {**scalars, "k": k})), f"step {k} is outside of {low} .. {high}"
+
+
+@pytest.mark.parametrize("seqlen_k", range(0, 13))
+@pytest.mark.parametrize("shift", [-5, -1, 0, 2, 7])
+def test_the_causal_limit_is_tight(seqlen_k, shift):
+    """Every step that is left sees something, and `start` and `stop` are kept where nothing is known."""
+    mask = (K * BLOCK + J < LENGTH) & (K * BLOCK + J <= I + SHIFT)
+    values = {"length": seqlen_k, "shift": shift, "block": COLS}
+    steps = (LENGTH + BLOCK - 1) // BLOCK
+    start, stop = loop_limits(mask, "k", RANGES, Const(0), steps)
+    assert start == Const(0)
+    visited = range(evaluate(start, values), evaluate(stop, values))
+    assert list(visited) == [k for k in range(evaluate(steps, values)) if any(elements(mask, {**values, "k": k}))]
+
+
+def test_a_limit_that_the_loop_has_already_is_not_repeated():
+    steps = (LENGTH + BLOCK - 1) // BLOCK
+    assert loop_limits(K * BLOCK + J < LENGTH, "k", RANGES, Const(0), steps) == (Const(0), steps)
+
+
+@pytest.mark.parametrize(("mask", "expected"), [(K * BLOCK + J <= 9, (0, 3)), (K * BLOCK + J >= 10, (2, 6))])
+def test_a_limit_of_constants_counts(mask, expected):
+    limits = loop_limits(mask, "k", RANGES, Const(0), Const(6))
+    assert tuple(evaluate(limit, {"block": COLS}) for limit in limits) == expected
+
+
+WINDOWS = [
+    (K * BLOCK + J >= I + SHIFT - 2) & (K * BLOCK + J <= I + SHIFT + 2),
+    (K * BLOCK + J > I + SHIFT - 3) & (I + SHIFT + 3 > K * BLOCK + J),
+    (I + SHIFT - 3 < K * BLOCK + J) & (K * BLOCK + J < I + SHIFT + 3),
+]
+
+
+@pytest.mark.parametrize("mask", WINDOWS, ids=text)
+def test_both_ends_of_a_window_are_tight(mask):
+    limits = loop_limits(mask, "k", RANGES, Const(0), LENGTH)
+    for shift in range(0, 30):
+        values = {"block": COLS, "shift": shift, "length": 9}
+        visited = range(*(evaluate(limit, values) for limit in limits))
+        assert list(visited) == [k for k in range(9) if any(elements(mask, {**values, "k": k}))]
+
+
+@pytest.mark.parametrize(
+    ("expr", "reason"),
+    [
+        (I * I, "is not affine in i"),
+        (I * J, "is not affine in i, j"),
+        (I * -2, "is not affine in i"),
+        (I % 2, "is not affine in i"),
+        (minimum(I, 3), "is not affine in i"),
+        (SHIFT * I, "is not affine in i"),
+        (I + J - I, "names a coordinate twice"),
+    ],
+)
+def test_what_is_not_affine_is_refused(expr, reason):
+    with pytest.raises(ValueError, match=reason):
+        affine(expr, {"i", "j"} if "j" in text(expr) else {"i"})
+
+
+@pytest.mark.parametrize("mask", [(I < J) | (J < 3), I.equals(J), Const(True), (I < 3) & I.equals(J)])
+def test_masks_are_conjunctions_of_order_comparisons(mask):
+    with pytest.raises(ValueError, match="must be a conjunction of order comparisons"):
+        list(conjuncts(mask))
+
+
+def test_conjuncts_come_in_order():
+    parts = [I < 3, J > 4, I <= J, K >= 2]
+    assert list(conjuncts((parts[0] & parts[1]) & (parts[2] & parts[3]))) == parts
