@@ -380,7 +380,12 @@ def check(kernel: Kernel, library: Library, q: Any, k: Any, v: Any) -> Problem:
     heads, heads_kv = q.shape[head], k.shape[head]
     if not heads_kv or not heads or heads % heads_kv:
         raise ValueError(f"heads of q = {heads} must be a positive multiple of heads of k and v = {heads_kv}")
+    if heads > MAX_BLOCKS:
+        raise ValueError(f"heads = {heads} exceed the {MAX_BLOCKS} of a grid; fold some of them into the batch")
     strides = tuple(_row_strides(library.strides(array), layout) for array in (q, k, v))
+    for name, (_, _, row) in zip("qkv", strides, strict=True):
+        if not -(2**31) <= row < 2**31:
+            raise ValueError(f"{name}'s rows lie {row} elements apart, over 2^31 - 1; call .contiguous() on it")
     return Problem(q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], strides)
 
 

@@ -55,19 +55,19 @@ def _render(stmt: Stmt, names: Names) -> str:
 
 
 def _grid(kernel: Kernel, names: Names) -> list[Fields]:
-    """The grid axes, the first running fastest; each divides what is left of the block index."""
-    rest = "blockIdx.x"
+    """The grid axes, each a dimension of the launch: special registers, which the compiler reads again at no cost."""
     axes: list[Fields] = []
-    for position, axis in enumerate(kernel.axes):
-        count = f"{axis.name}_count"
-        last = position == len(kernel.axes) - 1
-        index = rest if last else f"{rest} % {count}"
-        if axis.longest_first:
-            index = f"{count} - 1 - {index}"
+    for axis, dimension in zip(kernel.axes, "xyz", strict=False):
+        index = f"blockIdx.{dimension}"
+        last = f"{axis.name}_count - 1 - {index}"
         axes.append(
-            {"name": axis.name, "count": count, "extent": names.uniform(axis.extent), "index": index, "last": last}
+            {
+                "name": axis.name,
+                "count": f"{axis.name}_count" if axis.longest_first else "",
+                "extent": names.uniform(axis.extent),
+                "index": last if axis.longest_first else index,
+            }
         )
-        rest = f"{rest} / {count}"
     return axes
 
 

@@ -55,10 +55,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a candidate: rejected with a sentence, or ranked by its cost in clocks for each MFLOP."""
+    """What became of a candidate: rejected with a sentence, or ranked by its cost in clocks for each MFLOP.
+
+    unfit: rejected for its shape on any chip, not for a limit of this one.
+    """
 
     candidate: Candidate
     rejection: str = ""
+    unfit: bool = False
     cost: float = 0.0
     why: str = ""
 

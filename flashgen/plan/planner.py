@@ -29,7 +29,7 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
         key=lambda verdict: (bool(verdict.rejection), verdict.cost, str(verdict.candidate)),
     )
     if not verdicts or verdicts[0].rejection:
-        least = min((verdict for verdict in verdicts), key=lambda v: (_blocks_product(v.candidate), str(v.candidate)))
+        least = min(verdicts, key=lambda v: (v.unfit, _blocks_product(v.candidate), str(v.candidate)))
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
     chosen, source = verdicts[0].candidate, "cost model"
     measured = tuned.lookup(kernel.name, spec, arch)
@@ -46,7 +46,8 @@ def plan_like(kernel: Kernel, spec: Spec, arch: Arch, leader: Plan) -> Plan:
     """The plan of a kernel without a loop that shares its blocks of queries, and its dQ layout, with the backward."""
     block_q = leader.sizes["block_q"]
     shares_fragments = kernel.name == "attention_convert_dq"
-    warps = leader.warps if shares_fragments else max(1, min(8, block_q // arch.mma[0]))
+    pieces = block_q // arch.mma[0]
+    warps = leader.warps if shares_fragments else max(count for count in range(1, 9) if pieces % count == 0)
     layouts = {
         item.name: leader.layouts["dq_acc"] if shares_fragments else (warps, 1)
         for item in kernel.buffers
@@ -60,13 +61,14 @@ def plan_like(kernel: Kernel, spec: Spec, arch: Arch, leader: Plan) -> Plan:
 def head_dims(spec: Spec, arch: Arch) -> dict[str, int]:
     """Head dims padded to whole matrix instructions (in depth and in pairs of columns).
 
-    Wide ones to twice that: their accumulators only fit when two warps divide the columns.
+    Where one of them is wide, to twice that: accumulators then only fit when two warps divide the columns.
     """
     unit = max(arch.mma[2], 2 * arch.mma[1])
+    if max(spec.head_dim, spec.head_dim_v) > 8 * unit:
+        unit *= 2
 
     def padded(size: int) -> int:
-        whole = unit if size <= 8 * unit else 2 * unit
-        return -(-size // whole) * whole
+        return -(-size // unit) * unit
 
     return {"head_dim": padded(spec.head_dim), "head_dim_v": padded(spec.head_dim_v)}
 
@@ -77,7 +79,7 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     layouts, threads = dict(candidate.layouts), 32 * candidate.warps
     shape = _unfit_shape(kernel, arch, sizes, layouts)
     if shape:
-        return Verdict(candidate, rejection=shape)
+        return Verdict(candidate, rejection=shape, unfit=True)
     needed = max(
         (p.end for p in smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))), default=0
     )

@@ -15,7 +15,7 @@ from flashgen.runtime.compile import Cubin, nvrtc
 from flashgen.runtime.launch import Launcher
 
 Strides = Sequence[int]
-MAX_GRID = 2**31 - 1
+MAX_BLOCKS = 65535  # along y and z of a grid; along x it is 2^31 - 1
 
 
 class Program:
@@ -48,35 +48,45 @@ class Program:
         sizes = {**self.stages.plan.sizes, **scalars}
         for scalar in self.stages.machine.scalars:
             parts.append(struct.pack("<i" if scalar.dtype == I32 else "<f", scalars[scalar.name]))
-        blocks = 1
-        for axis in self.stages.machine.axes:
-            blocks *= evaluate(axis.extent, sizes)
-        if blocks > MAX_GRID:
-            raise ValueError(
-                f"batch, heads and seqlen need {blocks} blocks; the grid holds {MAX_GRID}, so split the batch"
-            )
+        blocks, heads, batches = (int(evaluate(axis.extent, sizes)) for axis in self.stages.machine.axes)
         offsets, at = [], 0
         for part in parts[: len(self.buffers)]:
             offsets.append(at)
             at += len(part)
         data = b"".join(parts)
-        return Bound(self, bytearray(data + bytes(-len(data) % 8)), offsets, blocks)
+        batch_bytes = [strides[item.name][0] * item.dtype.bytes for item in self.buffers]
+        template = bytearray(data + bytes(-len(data) % 8))
+        return Bound(self, template, offsets, batch_bytes, (blocks, heads, batches))
 
 
 class Bound:
-    """A program with everything bound but addresses."""
+    """A program with everything bound but addresses.
 
-    def __init__(self, program: Program, template: bytearray, offsets: list[int], blocks: int) -> None:
+    offsets: where in the arguments the address of each tensor stands. batch_bytes: from batch to batch of each tensor.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        template: bytearray,
+        offsets: list[int],
+        batch_bytes: list[int],
+        grid: tuple[int, int, int],
+    ) -> None:
         self.program = program
         self.template = template
         self.offsets = offsets
-        self.grid = (blocks, 1, 1)
+        self.batch_bytes = batch_bytes
+        self.grid = grid
 
     def launch(self, pointers: Sequence[int], stream: int, device: int) -> None:
         """Launch with the addresses of the tensors, in their order; a grid without blocks is no launch."""
-        if not self.grid[0]:
+        blocks, heads, batches = self.grid
+        if not blocks or not heads:
             return
-        args = bytearray(self.template)
-        for offset, pointer in zip(self.offsets, pointers, strict=True):
-            args[offset : offset + 8] = pointer.to_bytes(8, "little")
-        self.program.launcher(self.grid, bytes(args), stream, device)
+        for first in range(0, batches, MAX_BLOCKS):
+            args = bytearray(self.template)
+            for offset, pointer, step in zip(self.offsets, pointers, self.batch_bytes, strict=True):
+                args[offset : offset + 8] = (pointer + first * step).to_bytes(8, "little")
+            grid = (blocks, heads, min(batches - first, MAX_BLOCKS))
+            self.program.launcher(grid, bytes(args), stream, device)

@@ -108,14 +108,14 @@ def judge_batches(result, q, k, v, do, batches, causal):
 
 @pytest.mark.parametrize("spec", [Spec(64, causal=True)], ids=str)
 def test_more_than_2_to_the_31_elements_by_batch(kernel, spec):
-    """Also batch * heads = 264 000, which no grid dimension but the first can count."""
-    batch, seqlen, heads = 16500, 128, 16
+    """Also a batch that the third dimension of a grid, which ends at 65 535, cannot count."""
+    batch, seqlen, heads = 66000, 128, 4
     need(70)
     shape = (batch, seqlen, heads, spec.head_dim)
     assert math.prod(shape) > 1 << 31
     arrays = [big(*shape, dtype=torch.bfloat16) for _ in range(4)]
     result = support.evaluate(attend(kernel), *arrays)
-    found = judge_batches(result, *arrays, [0, batch // 2, batch - 1], causal=True)
+    found = judge_batches(result, *arrays, [0, batch // 2, 65534, 65535, batch - 1], causal=True)
     del arrays, result
     torch.cuda.empty_cache()
     report(found)

@@ -86,7 +86,6 @@ def misplaced(kernel, plan):
 
 
 PAIRS = [(d, dv) for d in range(8, 257, 8) for dv in sorted({d, 8, 128, 256})]
-NO_BACKWARD = pytest.mark.xfail(strict=True, reason="dQ of an odd number of 16 columns does not divide among the warps")
 
 
 def refused(make, deterministic):
@@ -98,7 +97,7 @@ def refused(make, deterministic):
     ("make", "deterministic"),
     [
         (forward.forward, False),
-        pytest.param(backward.backward, False, marks=NO_BACKWARD),
+        (backward.backward, False),
         (backward.backward, True),
         (backward.backward_dq, True),
     ],
@@ -159,12 +158,9 @@ def test_kernels_without_a_loop_follow_the_backward():
         assert convert.warps == main.warps
 
 
-ODD_ROWS = pytest.mark.xfail(strict=True, reason="8 warps for delta's 80 rows in pieces of 8")
-
-
 @pytest.mark.parametrize(
     "spec",
-    [Spec(8, 8), Spec(16, 8, causal=True), pytest.param(Spec(8, 16, deterministic=True), marks=ODD_ROWS)],
+    [Spec(8, 8), Spec(16, 8, causal=True), Spec(8, 16, deterministic=True)],
     ids=str,
 )
 def test_the_toy_chip(spec):
@@ -383,10 +379,7 @@ def test_a_measurement_overrides_the_cost_model_where_it_fits(monkeypatch):
         assert (plan.source == "measurement: made up, 1.00 ms") == heeded
 
 
-WRONG_LIMIT = pytest.mark.xfail(strict=True, reason="the sentence shows a candidate that was refused for its shape")
-
-
-@pytest.mark.parametrize("make", [forward.forward, pytest.param(backward.backward, marks=WRONG_LIMIT)])
+@pytest.mark.parametrize("make", [forward.forward, backward.backward])
 def test_a_chip_that_is_too_small_is_told_which_limit(make):
     spec = Spec(128, 128)
     kernel = make(spec)
