@@ -16,7 +16,7 @@ from flashgen.plan.plan import Plan
 from flashgen.runtime import interpret, launch
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.runtime.compile import Report
-from flashgen.runtime.program import Bound, Program
+from flashgen.runtime.program import MAX_BLOCKS, Bound, Program
 from flashgen.spec import Spec, parse_dtype
 
 LAYOUTS = ("bshd", "bhsd")
