@@ -6,8 +6,9 @@ from flashgen.emit.env import environment, header
 from flashgen.emit.source import Source
 from flashgen.emit.view import Fields, Names, camel, statement
 from flashgen.ir.dtype import DType
-from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Note, Space, Stmt
-from flashgen.ir.visit import Body
+from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Note, Space, Stmt, name_of
+from flashgen.ir.visit import Body, statements
+from flashgen.machine.sm80 import MmaSync
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
 
@@ -77,6 +78,8 @@ def _constants(kernel: Kernel, plan: Plan, spec: Spec) -> list[Fields]:
         ("THREADS", plan.threads, f"{plan.warps} warps"),
         ("MIN_BLOCKS", plan.min_blocks, "blocks a multiprocessor"),
     ]
+    if any(isinstance(stmt, MmaSync) for stmt in statements(kernel.body)):
+        numbers.append(("UNROLLED_DEPTH", plan.unrolled_depth, "steps of 16 in depth, of products from shared memory"))
     numbers += [(name.upper(), size, "") for name, size in plan.dims]
     true = {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v}
     used = {dim for buffer in kernel.buffers for dim in buffer.shape}
@@ -138,19 +141,9 @@ def _fragments(kernel: Kernel, names: Names) -> list[Fields]:
 
 
 def _registers(kernel: Kernel, names: Names) -> list[Fields]:
-    return [
-        _register(buffer, names)
-        for buffer in kernel.buffers
-        if buffer.space is Space.REGISTER and _used(kernel, buffer)
-    ]
-
-
-def _used(kernel: Kernel, buffer: Buffer) -> bool:
-    """False for a tile that only names the order of a global accumulator."""
-    from flashgen.ir.graph import access
-
-    touched = [access(stmt) for stmt in kernel.body]
-    return any(buffer.name in item.writes | item.reads for item in touched)
+    """Declarations of the register buffers, without those that only name the order of a global accumulator."""
+    used = {name_of(place) for stmt in statements(kernel.body) for place in (*stmt.writes(), *stmt.reads())}
+    return [_register(item, names) for item in kernel.buffers if item.space is Space.REGISTER and item.name in used]
 
 
 def _register(buffer: Buffer, names: Names) -> Fields:

@@ -120,7 +120,7 @@ def _product(stmt: MmaSync, names: Names) -> Fields:
     acc, b = names.fragments[stmt.acc], camel(stmt.b.buffer)
     if isinstance(stmt.a, Tile):
         a = f"{camel(stmt.a.buffer)}, {flag[stmt.transpose_a]}"
-        return {"product": "multiply_shared", "types": f"{acc}, {a}, {b}, {flag[stmt.transpose_b]}"}
+        return {"product": "multiply_shared", "types": f"UNROLLED_DEPTH, {acc}, {a}, {b}, {flag[stmt.transpose_b]}"}
     return {"product": "multiply_packed", "types": f"{acc}, {b}, {flag[stmt.transpose_b]}"}
 
 

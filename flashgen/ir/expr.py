@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Union
 
 from flashgen.ir.dtype import DType
@@ -202,10 +203,16 @@ def load(buffer: str, *index: Expr) -> Expr:
     return Load(buffer, index)
 
 
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    """Names of a node type's fields: asked for every node of every walk."""
+    return tuple(field.name for field in fields(kind))
+
+
 def children(expr: Expr) -> Iterator[Expr]:
     """The direct sub-expressions."""
-    for field in fields(expr):  # type: ignore[arg-type]
-        value = getattr(expr, field.name)
+    for name in _field_names(type(expr)):  # type: ignore[arg-type]
+        value = getattr(expr, name)
         if isinstance(value, Expr):
             yield value
         elif isinstance(value, tuple):
@@ -229,14 +236,14 @@ def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
     if isinstance(expr, Binary):
         return binary(expr.op, change(expr.x), change(expr.y))
     values: dict[str, Any] = {}
-    for field in fields(expr):  # type: ignore[arg-type]
-        value = getattr(expr, field.name)
+    for name in _field_names(type(expr)):  # type: ignore[arg-type]
+        value = getattr(expr, name)
         if isinstance(value, Expr):
-            values[field.name] = change(value)
+            values[name] = change(value)
         elif isinstance(value, tuple):
-            values[field.name] = tuple(change(item) for item in value)
+            values[name] = tuple(change(item) for item in value)
         else:
-            values[field.name] = value
+            values[name] = value
     return type(expr)(**values)
 
 

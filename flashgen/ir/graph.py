@@ -7,8 +7,10 @@ its body touches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, TypeVar
 
 from flashgen.ir.expr import variables
 from flashgen.ir.nodes import For, Kernel, Let, Space, Stmt, name_of
@@ -17,6 +19,8 @@ from flashgen.ir.visit import Body, statements
 
 if TYPE_CHECKING:
     import networkx as nx
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,20 @@ def independent(body: Body, first: int, second: int) -> bool:
     return not ties(body, first, second)
 
 
+def _remembered(function: Callable[[Kernel, Space], T]) -> Callable[[Kernel, Space], T]:
+    """Results are kept on the kernel, which never changes: the planner asks the same for each of its candidates."""
+
+    @wraps(function)
+    def ask(kernel: Kernel, space: Space) -> T:
+        answers = vars(kernel).setdefault("_answers", {})
+        if (function, space) not in answers:
+            answers[function, space] = function(kernel, space)
+        return answers[function, space]
+
+    return ask
+
+
+@_remembered
 def live_intervals(kernel: Kernel, space: Space) -> dict[str, tuple[int, int]]:
     """First and last position at which each buffer of a space is needed, numbering statements in program order.
 
@@ -147,6 +165,7 @@ def _number(body: Body, loop: tuple[int, int] | None, order: list) -> None:
         _number(inner, span, order)
 
 
+@_remembered
 def interference(kernel: Kernel, space: Space) -> nx.Graph:
     """Buffers of a space as nodes, an edge between two that are alive together."""
     import networkx as nx

@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import ClassVar
 
 from flashgen.ir.dtype import DType
@@ -101,6 +102,10 @@ class Stmt:
 
     def reads(self) -> tuple[Place, ...]:
         """Places read: operand fields, then buffers loaded in expressions."""
+        return self._reads
+
+    @cached_property
+    def _reads(self) -> tuple[Place, ...]:
         places = [getattr(self, name) for name in self.READS]
         for expr in self.expressions():
             places += [node.buffer for node in walk(expr) if isinstance(node, Load)]

@@ -8,7 +8,7 @@ finished reading may be overwritten, so the issues stand right behind the barrie
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from flashgen.ir.expr import Const, Expr, Load, Var, rebuild, substitute
 from flashgen.ir.graph import readers
@@ -205,7 +205,7 @@ def _staged(stmt: Stmt, step: Expr, stages: dict[str, int]) -> Stmt:
         return rebuild(expr, loads)
 
     changes: dict[str, object] = {}
-    for name in vars(stmt):
+    for name in (item.name for item in fields(stmt)):
         value = getattr(stmt, name)
         if isinstance(value, Tile) and value.buffer in stages:
             changes[name] = Tile(value.buffer, _stage(step, stages[value.buffer]))

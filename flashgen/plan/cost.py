@@ -18,7 +18,9 @@ Sizes = Mapping[str, int]
 # beside the tiles before it spills. The forward's long products of shared operands keep more fragments in flight.
 OVERHEAD_REGISTERS = {"attention_forward": 72}
 OTHER_OVERHEAD_REGISTERS = 40
-# Clocks of a step that nothing else of the block covers: barrier, first ldmatrix, quad shuffles (fitted on sm_90).
+SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
+# Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
+# with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
 STEP_LATENCY = 400
 L2_BYTES_PER_CLOCK = 48
 
@@ -34,15 +36,16 @@ class Step:
     arithmetic: float
     traffic: float
 
-    def clocks(self, blocks: int, warps: int, staged: bool = False) -> float:
+    def clocks(self, blocks: int, warps: int, waited: float = 1.0) -> float:
         """Units work beside each other as far as there are warps to keep them busy; latency is hidden by blocks.
 
-        Copies of a single stage are waited for in every step, those of several were issued a step earlier.
+        waited: the part of the copies with a single stage. Those are waited for in the step that issues them, others
+        were issued a step earlier.
         """
         units = (self.matrix, self.shared, self.special, self.arithmetic, self.traffic)
         overlap = blocks * warps / 4
         longest = max(units)
-        return longest + (sum(units) - longest) / (1 + overlap) + STEP_LATENCY * (1 if staged else 2) / blocks
+        return longest + (sum(units) - longest) / (1 + overlap) + STEP_LATENCY * warps / 4 * (1 + waited) / blocks
 
 
 def loop_statements(kernel: Kernel) -> Iterator[Stmt]:
@@ -111,6 +114,8 @@ def accumulator_registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: L
 def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> int:
     """The estimate for one thread: tiles, row vectors and what the compiler needs beside them."""
     overhead = OVERHEAD_REGISTERS.get(kernel.name, OTHER_OVERHEAD_REGISTERS)
+    if layouts.get("s") == (2, 2):
+        overhead += SPLIT_OVERHEAD_REGISTERS
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead
 
 

@@ -73,6 +73,7 @@ class Plan:
 
     dims: numbers for the named dimensions of the kernel (head dims padded to the matrix instruction).
     registers: the estimate for one thread. min_blocks: blocks of the kernel that one multiprocessor should hold.
+    vector_bytes: what one copy moves. unrolled_depth: steps of 16 in depth that a product from shared memory unrolls.
     """
 
     kernel: str
@@ -83,6 +84,7 @@ class Plan:
     registers: int
     min_blocks: int
     vector_bytes: int = 16
+    unrolled_depth: int = 4
     source: str = "cost model"
     verdicts: tuple[Verdict, ...] = field(default=(), repr=False, compare=False)
 

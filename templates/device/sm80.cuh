@@ -123,12 +123,9 @@ __device__ __forceinline__ uint32 b_address(SharedAddress b) {
   return b.address() + (B_IS_NK ? (n + r) * BTile::ROW_BYTES + k * 2 : (k + r) * BTile::ROW_BYTES + n * 2);
 }
 
-// Steps of 16 in depth that multiply_shared unrolls. Beyond four, fragments loaded ahead cost registers that are not
-// there (12 to 116 bytes spilled at head_dim 128 and 256) and hide no more latency.
-constexpr int UNROLLED_DEPTH = 4;
-
-// acc += A B with A in shared memory, kept as [m][k], or as [k][m] where A_IS_KM.
-template <class T, class Layout, class ATile, bool A_IS_KM, class BTile, bool B_IS_NK, int ROWS, int COLS>
+// acc += A B with A in shared memory, kept as [m][k], or as [k][m] where A_IS_KM. Unrolled no further than UNROLLED
+// steps of depth: fragments loaded ahead cost registers that wide accumulators leave no room for.
+template <class T, int UNROLLED, class Layout, class ATile, bool A_IS_KM, class BTile, bool B_IS_NK, int ROWS, int COLS>
 __device__ __forceinline__ void multiply_shared(float (&acc)[ROWS][COLS], SharedAddress a, SharedAddress b) {
   constexpr int DEPTH = A_IS_KM ? ATile::ROWS : ATile::COLS;
   const int lane = int(threadIdx.x) % 32;
@@ -136,7 +133,7 @@ __device__ __forceinline__ void multiply_shared(float (&acc)[ROWS][COLS], Shared
   const int m = Layout::first_row();
   const uint32 a_first = a.address() + (A_IS_KM ? (lane / 16 * 8 + lane % 8) * ATile::ROW_BYTES + (m + lane / 8 % 2 * 8) * 2
                                                 : (m + lane % 16) * ATile::ROW_BYTES + lane / 16 * 16);
-#pragma unroll UNROLLED_DEPTH
+#pragma unroll UNROLLED
   for (int depth = 0; depth < DEPTH / 16; ++depth) {
     uint32 a_part[ROWS / 2][4];
 #pragma unroll

@@ -272,7 +272,7 @@ def test_view_models_are_spelled():
     product = next(s for s in statements(FORWARD.machine.body) if isinstance(s, MmaSync) and s.acc == "s")
     seen = view(product)
     assert seen["product"] == "multiply_shared" and seen["accumulate"] is False
-    assert seen["types"] == f"{NAMES_OF.fragments['s']}, QTile, false, KTile, true"
+    assert seen["types"] == f"UNROLLED_DEPTH, {NAMES_OF.fragments['s']}, QTile, false, KTile, true"
     copy = next(
         s for s in statements(FORWARD.machine.body) if isinstance(s, CopyTileAsync) and s.dst.buffer == "q_tile"
     )

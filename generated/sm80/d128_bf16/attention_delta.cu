@@ -56,11 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_delt
   const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
   const SharedAddress o_tile = {shared + O_TILE_OFFSET};
 
-  const int q_block_count = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-  const int q_block = blockIdx.x % q_block_count;
-  const int head_count = args.heads;
-  const int head = blockIdx.x / q_block_count % head_count;
-  const int batch = blockIdx.x / q_block_count / head_count;
+  const int q_block = blockIdx.x;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float product[Product::ROWS][Product::COLS];
   float delta_row[Product::ROWS];

@@ -2,15 +2,15 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_backward_dq for sm_80
-//   tile q 256 x kv 32, 8 warps, 1 stage (chosen by cost model)
-//   block_q = 256, block_kv = 32, head_dim = 128, head_dim_v = 128
-//   256 threads, about 240 registers each, 1 a multiprocessor
+//   tile q 128 x kv 80, 8 warps, 2 stages (chosen by cost model)
+//   block_q = 128, block_kv = 80, head_dim = 128, head_dim_v = 128
+//   256 threads, about 188 registers each, 1 a multiprocessor
 //   shared memory 156672 of 166912 bytes
-//          0 ..  69632  dout_tile, 1 x 69632 bytes, 272 bytes a row
-//          0 ..  69632  dq_tile, 1 x 69632 bytes, 272 bytes a row
-//      69632 .. 139264  q_tile, 1 x 69632 bytes, 272 bytes a row
-//     139264 .. 147968  k_tile, 1 x 8704 bytes, 272 bytes a row
-//     147968 .. 156672  v_tile, 1 x 8704 bytes, 272 bytes a row
+//          0 ..  34816  dq_tile, 1 x 34816 bytes, 272 bytes a row
+//          0 ..  43520  k_tile, 2 x 21760 bytes, 272 bytes a row
+//      43520 ..  87040  v_tile, 2 x 21760 bytes, 272 bytes a row
+//      87040 .. 121856  dout_tile, 1 x 34816 bytes, 272 bytes a row
+//     121856 .. 156672  q_tile, 1 x 34816 bytes, 272 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of dp: 8 along rows, 1 along columns
@@ -26,24 +26,25 @@ using element = bf16;
 
 constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
-constexpr int BLOCK_Q = 256;
-constexpr int BLOCK_KV = 32;
+constexpr int UNROLLED_DEPTH = 4;  // steps of 16 in depth, of products from shared memory
+constexpr int BLOCK_Q = 128;
+constexpr int BLOCK_KV = 80;
 constexpr int HEAD_DIM = 128;
 constexpr int HEAD_DIM_V = 128;
 constexpr int TRUE_HEAD_DIM = 128;  // before padding
 constexpr int TRUE_HEAD_DIM_V = 128;  // before padding
 
 // shared memory: rows x columns, bytes from row to row
-using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 272>;
-constexpr int DOUT_TILE_OFFSET = 0;
 using DqTile = SharedTile<BLOCK_Q, HEAD_DIM, 272>;
 constexpr int DQ_TILE_OFFSET = 0;
-using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 272>;
-constexpr int Q_TILE_OFFSET = 69632;
 using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 272>;
-constexpr int K_TILE_OFFSET = 139264;
+constexpr int K_TILE_OFFSET = 0;
 using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 272>;
-constexpr int V_TILE_OFFSET = 147968;
+constexpr int V_TILE_OFFSET = 43520;
+using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 272>;
+constexpr int DOUT_TILE_OFFSET = 87040;
+using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 272>;
+constexpr int Q_TILE_OFFSET = 121856;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
@@ -69,17 +70,16 @@ struct Args {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_dq(const __grid_constant__ Args args) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
   const SharedAddress dq_tile = {shared + DQ_TILE_OFFSET};
-  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
   const SharedAddress k_tile = {shared + K_TILE_OFFSET};
   const SharedAddress v_tile = {shared + V_TILE_OFFSET};
+  const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
+  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
 
   const int q_block_count = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-  const int q_block = q_block_count - 1 - blockIdx.x % q_block_count;
-  const int head_count = args.heads;
-  const int head = blockIdx.x / q_block_count % head_count;
-  const int batch = blockIdx.x / q_block_count / head_count;
+  const int q_block = q_block_count - 1 - blockIdx.x;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float lse_row[S::ROWS];
   float delta_row[S::ROWS];
@@ -106,15 +106,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
   }
   commit_group();
+  if (0 < last_kv_block) {
+    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, 0), args.v.row_stride, args.seqlen_k - 0);
+
+  }
+  commit_group();
   for (int kv_block = 0; kv_block < last_kv_block; ++kv_block) {
     const int kv_start = kv_block * BLOCK_KV;
     wait_group<0>();
-    // k_tile landed; the slot of v_tile is free
+    // k_tile and v_tile landed; the slot of k_tile and v_tile is free
     __syncthreads();
-    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, kv_start), args.v.row_stride, args.seqlen_k - kv_start);
+    if (kv_block + 1 < last_kv_block) {
+      copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile + (kv_block + 1) % 2 * KTile::BYTES, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
+
+    }
+    commit_group();
+    if (kv_block + 1 < last_kv_block) {
+      copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile + (kv_block + 1) % 2 * VTile::BYTES, args.v.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.v.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
+
+    }
     commit_group();
     fill(s, 0.0f);
-    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile);
+    multiply_shared<element, UNROLLED_DEPTH, S, QTile, false, KTile, true>(s, q_tile, k_tile + kv_block % 2 * KTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
       #pragma unroll
@@ -133,11 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         p[i][j] = exp2_approx(s[i][j] * args.scale_log2 - lse_row[i]);
       }
     }
-    wait_group<0>();
-    // v_tile landed
-    __syncthreads();
     fill(dp, 0.0f);
-    multiply_shared<element, S, DoutTile, false, VTile, true>(dp, dout_tile, v_tile);
+    multiply_shared<element, UNROLLED_DEPTH, S, DoutTile, false, VTile, true>(dp, dout_tile, v_tile + kv_block % 2 * VTile::BYTES);
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
@@ -152,14 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         ds_operand[i][j] = pack<element>(ds[i][2 * j], ds[i][2 * j + 1]);
       }
     }
-    multiply_packed<element, DqAcc, KTile, false>(dq_acc, ds_operand, k_tile);
-    // every warp is done with the tiles of this step
-    __syncthreads();
-    if (kv_block + 1 < last_kv_block) {
-      copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
-
-    }
-    commit_group();
+    multiply_packed<element, DqAcc, KTile, false>(dq_acc, ds_operand, k_tile + kv_block % 2 * KTile::BYTES);
 
   }
 

@@ -2,28 +2,29 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_80
-//   tile q 256 x kv 32, 8 warps, 2 stages (chosen by cost model)
-//   block_q = 256, block_kv = 32, head_dim = 128, head_dim_v = 128
-//   256 threads, about 248 registers each, 1 a multiprocessor
-//   shared memory 104448 of 166912 bytes
-//          0 ..  69632  o_tile, 1 x 69632 bytes, 272 bytes a row
-//          0 ..  69632  q_tile, 1 x 69632 bytes, 272 bytes a row
-//      69632 ..  87040  k_tile, 2 x 8704 bytes, 272 bytes a row
-//      87040 .. 104448  v_tile, 2 x 8704 bytes, 272 bytes a row
-//   warps of s: 8 along rows, 1 along columns
-//   warps of p: 8 along rows, 1 along columns
-//   warps of p_operand: 8 along rows, 1 along columns
-//   warps of o_acc: 8 along rows, 1 along columns
-//   warps of o_out: 8 along rows, 1 along columns
+//   tile q 128 x kv 32, 4 warps, 2 stages (chosen by cost model)
+//   block_q = 128, block_kv = 32, head_dim = 128, head_dim_v = 128
+//   128 threads, about 248 registers each, 2 a multiprocessor
+//   shared memory 69632 of 166912 bytes
+//          0 ..  34816  o_tile, 1 x 34816 bytes, 272 bytes a row
+//          0 ..  34816  q_tile, 1 x 34816 bytes, 272 bytes a row
+//      34816 ..  52224  k_tile, 2 x 8704 bytes, 272 bytes a row
+//      52224 ..  69632  v_tile, 2 x 8704 bytes, 272 bytes a row
+//   warps of s: 4 along rows, 1 along columns
+//   warps of p: 4 along rows, 1 along columns
+//   warps of p_operand: 4 along rows, 1 along columns
+//   warps of o_acc: 4 along rows, 1 along columns
+//   warps of o_out: 4 along rows, 1 along columns
 
 #include "flashgen/common.cuh"
 #include "flashgen/sm80.cuh"
 
 using element = fp16;
 
-constexpr int THREADS = 256;  // 8 warps
-constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
-constexpr int BLOCK_Q = 256;
+constexpr int THREADS = 128;  // 4 warps
+constexpr int MIN_BLOCKS = 2;  // blocks a multiprocessor
+constexpr int UNROLLED_DEPTH = 4;  // steps of 16 in depth, of products from shared memory
+constexpr int BLOCK_Q = 128;
 constexpr int BLOCK_KV = 32;
 constexpr int HEAD_DIM = 128;
 constexpr int HEAD_DIM_V = 128;
@@ -36,13 +37,13 @@ constexpr int O_TILE_OFFSET = 0;
 using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 272>;
 constexpr int Q_TILE_OFFSET = 0;
 using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 272>;
-constexpr int K_TILE_OFFSET = 69632;
+constexpr int K_TILE_OFFSET = 34816;
 using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 272>;
-constexpr int V_TILE_OFFSET = 87040;
+constexpr int V_TILE_OFFSET = 52224;
 
 // register tiles: rows x columns, warps along each
-using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
-using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 8, 1>;
+using S = Fragment<BLOCK_Q, BLOCK_KV, 4, 1>;
+using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 4, 1>;
 
 struct Args {
   Tensor<element> q;  // batches, heads, seqlen_q, head_dim
@@ -67,10 +68,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   const SharedAddress v_tile = {shared + V_TILE_OFFSET};
 
   const int q_block_count = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-  const int q_block = q_block_count - 1 - blockIdx.x % q_block_count;
-  const int head_count = args.heads;
-  const int head = blockIdx.x / q_block_count % head_count;
-  const int batch = blockIdx.x / q_block_count / head_count;
+  const int q_block = q_block_count - 1 - blockIdx.x;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float s[S::ROWS][S::COLS];
   float p[S::ROWS][S::COLS];
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     }
     commit_group();
     fill(s, 0.0f);
-    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile + kv_block % 2 * KTile::BYTES);
+    multiply_shared<element, UNROLLED_DEPTH, S, QTile, false, KTile, true>(s, q_tile, k_tile + kv_block % 2 * KTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
       #pragma unroll

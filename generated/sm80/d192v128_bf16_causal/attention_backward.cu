@@ -2,20 +2,20 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_backward for sm_80
-//   tile kv 128 x q 32, 8 warps, 2 and 1 stages, scores 4 x 2 among the warps (chosen by cost model)
+//   tile kv 128 x q 32, 8 warps, 2 stages, scores 4 x 2 among the warps (chosen by cost model)
 //   block_q = 32, block_kv = 128, head_dim = 192, head_dim_v = 128
 //   256 threads, about 240 registers each, 1 a multiprocessor
-//   shared memory 141184 of 166912 bytes
+//   shared memory 150016 of 166912 bytes
 //          0 ..  51200  dk_tile, 1 x 51200 bytes, 400 bytes a row
 //          0 ..  51200  k_tile, 1 x 51200 bytes, 400 bytes a row
 //      51200 ..  86016  dv_tile, 1 x 34816 bytes, 272 bytes a row
 //      51200 ..  86016  v_tile, 1 x 34816 bytes, 272 bytes a row
 //      86016 .. 111616  q_tile, 2 x 12800 bytes, 400 bytes a row
-//     111616 .. 121856  ds_tile, 1 x 10240 bytes, 80 bytes a row
-//     121856 .. 132096  p_tile, 1 x 10240 bytes, 80 bytes a row
-//     132096 .. 140800  dout_tile, 1 x 8704 bytes, 272 bytes a row
-//     140800 .. 141056  lse_tile, 2 x 128 bytes, 4 bytes a row
-//     141056 .. 141184  delta_tile, 1 x 128 bytes, 4 bytes a row
+//     111616 .. 129024  dout_tile, 2 x 8704 bytes, 272 bytes a row
+//     129024 .. 139264  ds_tile, 1 x 10240 bytes, 80 bytes a row
+//     139264 .. 149504  p_tile, 1 x 10240 bytes, 80 bytes a row
+//     149504 .. 149760  delta_tile, 2 x 128 bytes, 4 bytes a row
+//     149760 .. 150016  lse_tile, 2 x 128 bytes, 4 bytes a row
 //   warps of s: 4 along rows, 2 along columns
 //   warps of p: 4 along rows, 2 along columns
 //   warps of dp: 4 along rows, 2 along columns
@@ -35,6 +35,7 @@ using element = bf16;
 
 constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
+constexpr int UNROLLED_DEPTH = 2;  // steps of 16 in depth, of products from shared memory
 constexpr int BLOCK_Q = 32;
 constexpr int BLOCK_KV = 128;
 constexpr int HEAD_DIM = 192;
@@ -54,14 +55,14 @@ using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 272>;
 constexpr int V_TILE_OFFSET = 51200;
 using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 400>;
 constexpr int Q_TILE_OFFSET = 86016;
-using DsTile = SharedTile<BLOCK_KV, BLOCK_Q, 80>;
-constexpr int DS_TILE_OFFSET = 111616;
-using PTile = SharedTile<BLOCK_KV, BLOCK_Q, 80>;
-constexpr int P_TILE_OFFSET = 121856;
 using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 272>;
-constexpr int DOUT_TILE_OFFSET = 132096;
-constexpr int LSE_TILE_OFFSET = 140800;
-constexpr int DELTA_TILE_OFFSET = 141056;
+constexpr int DOUT_TILE_OFFSET = 111616;
+using DsTile = SharedTile<BLOCK_KV, BLOCK_Q, 80>;
+constexpr int DS_TILE_OFFSET = 129024;
+using PTile = SharedTile<BLOCK_KV, BLOCK_Q, 80>;
+constexpr int P_TILE_OFFSET = 139264;
+constexpr int DELTA_TILE_OFFSET = 149504;
+constexpr int LSE_TILE_OFFSET = 149760;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_KV, BLOCK_Q, 4, 2>;
@@ -96,17 +97,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const SharedAddress dv_tile = {shared + DV_TILE_OFFSET};
   const SharedAddress v_tile = {shared + V_TILE_OFFSET};
   const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
+  const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
   const SharedAddress ds_tile = {shared + DS_TILE_OFFSET};
   const SharedAddress p_tile = {shared + P_TILE_OFFSET};
-  const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
-  float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
   float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
+  float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
 
-  const int kv_block_count = (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV;
-  const int kv_block = blockIdx.x % kv_block_count;
-  const int head_kv_count = args.heads_kv;
-  const int head_kv = blockIdx.x / kv_block_count % head_kv_count;
-  const int batch = blockIdx.x / kv_block_count / head_kv_count;
+  const int kv_block = blockIdx.x;
+  const int head_kv = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float s[S::ROWS][S::COLS];
   float p[S::ROWS][S::COLS];
@@ -135,6 +134,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
   }
   commit_group();
+  if (0 < args.group * q_blocks) {
+    copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), args.dout.row_stride, args.seqlen_q - first_q_block * BLOCK_Q);
+    copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), args.seqlen_q - first_q_block * BLOCK_Q);
+
+  }
+  commit_group();
   // head_in_group x q_block
   for (int step = 0; step < args.group * q_blocks; ++step) {
     const int head_in_group = step / q_blocks;
@@ -142,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const int head = head_kv * args.group + head_in_group;
     const int q_start = q_block * BLOCK_Q;
     wait_group<0>();
-    // q_tile landed; the slot of q_tile and dout_tile is free
+    // q_tile and dout_tile landed; the slot of q_tile and dout_tile is free
     __syncthreads();
     if (step + 1 < args.group * q_blocks) {
       copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile + (step + 1) % 2 * QTile::BYTES, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.q.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
@@ -150,12 +155,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
     }
     commit_group();
-    copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head, q_start), args.dout.row_stride, args.seqlen_q - q_start);
-    copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head, q_start), args.seqlen_q - q_start);
+    if (step + 1 < args.group * q_blocks) {
+      copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile + (step + 1) % 2 * DoutTile::BYTES, args.dout.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.dout.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
+      copy_vector_async<BLOCK_Q, THREADS>(delta_tile + (step + 1) % 2 * BLOCK_Q, args.delta.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
+
+    }
     commit_group();
     // keys are rows: s is the transpose of Q K^T
     fill(s, 0.0f);
-    multiply_shared<element, S, KTile, false, QTile, true>(s, k_tile, q_tile + step % 2 * QTile::BYTES);
+    multiply_shared<element, UNROLLED_DEPTH, S, KTile, false, QTile, true>(s, k_tile, q_tile + step % 2 * QTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
       #pragma unroll
@@ -174,11 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         p[i][j] = exp2_approx(s[i][j] * args.scale_log2 - lse_tile[step % 2 * BLOCK_Q + S::col(j)]);
       }
     }
-    wait_group<0>();
-    // dout_tile landed
-    __syncthreads();
     fill(dp, 0.0f);
-    multiply_shared<element, S, VTile, false, DoutTile, true>(dp, v_tile, dout_tile);
+    multiply_shared<element, UNROLLED_DEPTH, S, VTile, false, DoutTile, true>(dp, v_tile, dout_tile + step % 2 * DoutTile::BYTES);
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
@@ -189,12 +194,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     // its readers are other warps
     store_fragment<S, PTile>(p_tile, p_operand);
     __syncthreads();
-    multiply_shared<element, DvAcc, PTile, false, DoutTile, false>(dv_acc, p_tile, dout_tile);
+    multiply_shared<element, UNROLLED_DEPTH, DvAcc, PTile, false, DoutTile, false>(dv_acc, p_tile, dout_tile + step % 2 * DoutTile::BYTES);
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
       for (int j = 0; j < S::COLS; ++j) {
-        ds[i][j] = p[i][j] * (dp[i][j] - delta_tile[S::col(j)]);
+        ds[i][j] = p[i][j] * (dp[i][j] - delta_tile[step % 2 * BLOCK_Q + S::col(j)]);
       }
     }
     #pragma unroll
@@ -207,9 +212,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     // dQ needs every key of the block
     store_fragment<S, DsTile>(ds_tile, ds_operand);
     __syncthreads();
-    multiply_shared<element, DkAcc, DsTile, false, QTile, false>(dk_acc, ds_tile, q_tile + step % 2 * QTile::BYTES);
+    multiply_shared<element, UNROLLED_DEPTH, DkAcc, DsTile, false, QTile, false>(dk_acc, ds_tile, q_tile + step % 2 * QTile::BYTES);
     fill(dq_acc, 0.0f);
-    multiply_shared<element, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
+    multiply_shared<element, UNROLLED_DEPTH, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
     // other blocks of keys add to the same rows
     add_fragment<REDUCTION_WIDTH, THREADS>(args.dq_workspace.at(batch, head, q_start), dq_acc);
 

@@ -23,6 +23,7 @@ using element = bf16;
 
 constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
+constexpr int UNROLLED_DEPTH = 4;  // steps of 16 in depth, of products from shared memory
 constexpr int BLOCK_Q = 128;
 constexpr int BLOCK_KV = 80;
 constexpr int HEAD_DIM = 256;
@@ -66,11 +67,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   const SharedAddress k_tile = {shared + K_TILE_OFFSET};
   const SharedAddress v_tile = {shared + V_TILE_OFFSET};
 
-  const int q_block_count = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-  const int q_block = blockIdx.x % q_block_count;
-  const int head_count = args.heads;
-  const int head = blockIdx.x / q_block_count % head_count;
-  const int batch = blockIdx.x / q_block_count / head_count;
+  const int q_block = blockIdx.x;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float s[S::ROWS][S::COLS];
   float p[S::ROWS][S::COLS];
@@ -106,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, kv_start), args.v.row_stride, args.seqlen_k - kv_start);
     commit_group();
     fill(s, 0.0f);
-    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile);
+    multiply_shared<element, UNROLLED_DEPTH, S, QTile, false, KTile, true>(s, q_tile, k_tile);
     wait_group<0>();
     // v_tile landed; the slot of k_tile is free
     __syncthreads();

@@ -35,6 +35,7 @@ using element = bf16;
 
 constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
+constexpr int UNROLLED_DEPTH = 2;  // steps of 16 in depth, of products from shared memory
 constexpr int BLOCK_Q = 64;
 constexpr int BLOCK_KV = 64;
 constexpr int HEAD_DIM = 256;
@@ -102,11 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
   float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
 
-  const int kv_block_count = (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV;
-  const int kv_block = blockIdx.x % kv_block_count;
-  const int head_kv_count = args.heads_kv;
-  const int head_kv = blockIdx.x / kv_block_count % head_kv_count;
-  const int batch = blockIdx.x / kv_block_count / head_kv_count;
+  const int kv_block = blockIdx.x;
+  const int head_kv = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float s[S::ROWS][S::COLS];
   float p[S::ROWS][S::COLS];
@@ -149,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     commit_group();
     // keys are rows: s is the transpose of Q K^T
     fill(s, 0.0f);
-    multiply_shared<element, S, KTile, false, QTile, true>(s, k_tile, q_tile);
+    multiply_shared<element, UNROLLED_DEPTH, S, KTile, false, QTile, true>(s, k_tile, q_tile);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
       #pragma unroll
@@ -172,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     // dout_tile landed
     __syncthreads();
     fill(dp, 0.0f);
-    multiply_shared<element, S, VTile, false, DoutTile, true>(dp, v_tile, dout_tile);
+    multiply_shared<element, UNROLLED_DEPTH, S, VTile, false, DoutTile, true>(dp, v_tile, dout_tile);
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
@@ -183,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     // its readers are other warps
     store_fragment<S, PTile>(p_tile, p_operand);
     __syncthreads();
-    multiply_shared<element, DvAcc, PTile, false, DoutTile, false>(dv_acc, p_tile, dout_tile);
+    multiply_shared<element, UNROLLED_DEPTH, DvAcc, PTile, false, DoutTile, false>(dv_acc, p_tile, dout_tile);
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
@@ -201,9 +200,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     // dQ needs every key of the block
     store_fragment<S, DsTile>(ds_tile, ds_operand);
     __syncthreads();
-    multiply_shared<element, DkAcc, DsTile, false, QTile, false>(dk_acc, ds_tile, q_tile);
+    multiply_shared<element, UNROLLED_DEPTH, DkAcc, DsTile, false, QTile, false>(dk_acc, ds_tile, q_tile);
     fill(dq_acc, 0.0f);
-    multiply_shared<element, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
+    multiply_shared<element, UNROLLED_DEPTH, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
     // other blocks of keys add to the same rows
     add_fragment<REDUCTION_WIDTH, THREADS>(args.dq_workspace.at(batch, head, q_start), dq_acc);
     // every warp is done with the tiles of this step

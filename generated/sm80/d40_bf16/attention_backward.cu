@@ -2,19 +2,19 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_backward for sm_80
-//   tile kv 128 x q 128, 8 warps, 2 and 1 stages (chosen by cost model)
+//   tile kv 128 x q 128, 8 warps, 2 stages (chosen by cost model)
 //   block_q = 128, block_kv = 128, head_dim = 48, head_dim_v = 48
 //   256 threads, about 248 registers each, 1 a multiprocessor
-//   shared memory 108032 of 166912 bytes
+//   shared memory 122880 of 166912 bytes
 //          0 ..  14336  dk_tile, 1 x 14336 bytes, 112 bytes a row
 //          0 ..  34816  ds_tile, 1 x 34816 bytes, 272 bytes a row
 //      14336 ..  28672  dv_tile, 1 x 14336 bytes, 112 bytes a row
-//      34816 ..  63488  q_tile, 2 x 14336 bytes, 112 bytes a row
-//      63488 ..  77824  dout_tile, 1 x 14336 bytes, 112 bytes a row
-//      77824 ..  92160  k_tile, 1 x 14336 bytes, 112 bytes a row
-//      92160 .. 106496  v_tile, 1 x 14336 bytes, 112 bytes a row
-//     106496 .. 107520  lse_tile, 2 x 512 bytes, 4 bytes a row
-//     107520 .. 108032  delta_tile, 1 x 512 bytes, 4 bytes a row
+//      34816 ..  63488  dout_tile, 2 x 14336 bytes, 112 bytes a row
+//      63488 ..  92160  q_tile, 2 x 14336 bytes, 112 bytes a row
+//      92160 .. 106496  k_tile, 1 x 14336 bytes, 112 bytes a row
+//     106496 .. 120832  v_tile, 1 x 14336 bytes, 112 bytes a row
+//     120832 .. 121856  delta_tile, 2 x 512 bytes, 4 bytes a row
+//     121856 .. 122880  lse_tile, 2 x 512 bytes, 4 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of dp: 8 along rows, 1 along columns
@@ -34,6 +34,7 @@ using element = bf16;
 
 constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
+constexpr int UNROLLED_DEPTH = 2;  // steps of 16 in depth, of products from shared memory
 constexpr int BLOCK_Q = 128;
 constexpr int BLOCK_KV = 128;
 constexpr int HEAD_DIM = 48;
@@ -49,16 +50,16 @@ using DsTile = SharedTile<BLOCK_KV, BLOCK_Q, 272>;
 constexpr int DS_TILE_OFFSET = 0;
 using DvTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 112>;
 constexpr int DV_TILE_OFFSET = 14336;
-using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 112>;
-constexpr int Q_TILE_OFFSET = 34816;
 using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 112>;
-constexpr int DOUT_TILE_OFFSET = 63488;
+constexpr int DOUT_TILE_OFFSET = 34816;
+using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 112>;
+constexpr int Q_TILE_OFFSET = 63488;
 using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 112>;
-constexpr int K_TILE_OFFSET = 77824;
+constexpr int K_TILE_OFFSET = 92160;
 using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 112>;
-constexpr int V_TILE_OFFSET = 92160;
-constexpr int LSE_TILE_OFFSET = 106496;
-constexpr int DELTA_TILE_OFFSET = 107520;
+constexpr int V_TILE_OFFSET = 106496;
+constexpr int DELTA_TILE_OFFSET = 120832;
+constexpr int LSE_TILE_OFFSET = 121856;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_KV, BLOCK_Q, 8, 1>;
@@ -91,18 +92,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const SharedAddress dk_tile = {shared + DK_TILE_OFFSET};
   const SharedAddress ds_tile = {shared + DS_TILE_OFFSET};
   const SharedAddress dv_tile = {shared + DV_TILE_OFFSET};
-  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
   const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
+  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
   const SharedAddress k_tile = {shared + K_TILE_OFFSET};
   const SharedAddress v_tile = {shared + V_TILE_OFFSET};
-  float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
   float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
+  float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
 
-  const int kv_block_count = (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV;
-  const int kv_block = blockIdx.x % kv_block_count;
-  const int head_kv_count = args.heads_kv;
-  const int head_kv = blockIdx.x / kv_block_count % head_kv_count;
-  const int batch = blockIdx.x / kv_block_count / head_kv_count;
+  const int kv_block = blockIdx.x;
+  const int head_kv = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float s[S::ROWS][S::COLS];
   float p[S::ROWS][S::COLS];
@@ -129,6 +128,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
   }
   commit_group();
+  if (0 < args.group * q_blocks) {
+    copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head_kv * args.group, 0), args.dout.row_stride, args.seqlen_q - 0);
+    copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head_kv * args.group, 0), args.seqlen_q - 0);
+
+  }
+  commit_group();
   // head_in_group x q_block
   for (int step = 0; step < args.group * q_blocks; ++step) {
     const int head_in_group = step / q_blocks;
@@ -136,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const int head = head_kv * args.group + head_in_group;
     const int q_start = q_block * BLOCK_Q;
     wait_group<0>();
-    // q_tile landed; the slot of q_tile and dout_tile is free
+    // q_tile and dout_tile landed; the slot of q_tile and dout_tile is free
     __syncthreads();
     if (step + 1 < args.group * q_blocks) {
       copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile + (step + 1) % 2 * QTile::BYTES, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (step + 1) % q_blocks * BLOCK_Q), args.q.row_stride, args.seqlen_q - (step + 1) % q_blocks * BLOCK_Q);
@@ -144,12 +149,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
     }
     commit_group();
-    copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head, q_start), args.dout.row_stride, args.seqlen_q - q_start);
-    copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head, q_start), args.seqlen_q - q_start);
+    if (step + 1 < args.group * q_blocks) {
+      copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile + (step + 1) % 2 * DoutTile::BYTES, args.dout.at(batch, head_kv * args.group + (step + 1) / q_blocks, (step + 1) % q_blocks * BLOCK_Q), args.dout.row_stride, args.seqlen_q - (step + 1) % q_blocks * BLOCK_Q);
+      copy_vector_async<BLOCK_Q, THREADS>(delta_tile + (step + 1) % 2 * BLOCK_Q, args.delta.at(batch, head_kv * args.group + (step + 1) / q_blocks, (step + 1) % q_blocks * BLOCK_Q), args.seqlen_q - (step + 1) % q_blocks * BLOCK_Q);
+
+    }
     commit_group();
     // keys are rows: s is the transpose of Q K^T
     fill(s, 0.0f);
-    multiply_shared<element, S, KTile, false, QTile, true>(s, k_tile, q_tile + step % 2 * QTile::BYTES);
+    multiply_shared<element, UNROLLED_DEPTH, S, KTile, false, QTile, true>(s, k_tile, q_tile + step % 2 * QTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k) {
       #pragma unroll
@@ -168,11 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         p[i][j] = exp2_approx(s[i][j] * args.scale_log2 - lse_tile[step % 2 * BLOCK_Q + S::col(j)]);
       }
     }
-    wait_group<0>();
-    // dout_tile landed
-    __syncthreads();
     fill(dp, 0.0f);
-    multiply_shared<element, S, VTile, false, DoutTile, true>(dp, v_tile, dout_tile);
+    multiply_shared<element, UNROLLED_DEPTH, S, VTile, false, DoutTile, true>(dp, v_tile, dout_tile + step % 2 * DoutTile::BYTES);
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
@@ -180,12 +185,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         p_operand[i][j] = pack<element>(p[i][2 * j], p[i][2 * j + 1]);
       }
     }
-    multiply_packed<element, DvAcc, DoutTile, false>(dv_acc, p_operand, dout_tile);
+    multiply_packed<element, DvAcc, DoutTile, false>(dv_acc, p_operand, dout_tile + step % 2 * DoutTile::BYTES);
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
       for (int j = 0; j < S::COLS; ++j) {
-        ds[i][j] = p[i][j] * (dp[i][j] - delta_tile[S::col(j)]);
+        ds[i][j] = p[i][j] * (dp[i][j] - delta_tile[step % 2 * BLOCK_Q + S::col(j)]);
       }
     }
     #pragma unroll
@@ -200,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     multiply_packed<element, DkAcc, QTile, false>(dk_acc, ds_operand, q_tile + step % 2 * QTile::BYTES);
     __syncthreads();
     fill(dq_acc, 0.0f);
-    multiply_shared<element, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
+    multiply_shared<element, UNROLLED_DEPTH, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
     // other blocks of keys add to the same rows
     add_fragment<REDUCTION_WIDTH, THREADS>(args.dq_workspace.at(batch, head, q_start), dq_acc);
 

@@ -46,11 +46,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_conv
   extern __shared__ __align__(16) unsigned char shared[];
   const SharedAddress dq_tile = {shared + DQ_TILE_OFFSET};
 
-  const int q_block_count = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-  const int q_block = blockIdx.x % q_block_count;
-  const int head_count = args.heads;
-  const int head = blockIdx.x / q_block_count % head_count;
-  const int batch = blockIdx.x / q_block_count / head_count;
+  const int q_block = blockIdx.x;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float dq_acc[DqAcc::ROWS][DqAcc::COLS];
   uint32 dq_out[DqAcc::ROWS][DqAcc::PAIRS];

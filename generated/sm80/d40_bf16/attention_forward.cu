@@ -2,28 +2,29 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_80
-//   tile q 256 x kv 96, 8 warps, 2 stages (chosen by cost model)
-//   block_q = 256, block_kv = 96, head_dim = 48, head_dim_v = 48
-//   256 threads, about 232 registers each, 1 a multiprocessor
-//   shared memory 71680 of 166912 bytes
-//          0 ..  28672  o_tile, 1 x 28672 bytes, 112 bytes a row
-//          0 ..  28672  q_tile, 1 x 28672 bytes, 112 bytes a row
-//      28672 ..  50176  k_tile, 2 x 10752 bytes, 112 bytes a row
-//      50176 ..  71680  v_tile, 2 x 10752 bytes, 112 bytes a row
-//   warps of s: 8 along rows, 1 along columns
-//   warps of p: 8 along rows, 1 along columns
-//   warps of p_operand: 8 along rows, 1 along columns
-//   warps of o_acc: 8 along rows, 1 along columns
-//   warps of o_out: 8 along rows, 1 along columns
+//   tile q 128 x kv 96, 4 warps, 2 stages (chosen by cost model)
+//   block_q = 128, block_kv = 96, head_dim = 48, head_dim_v = 48
+//   128 threads, about 232 registers each, 2 a multiprocessor
+//   shared memory 57344 of 166912 bytes
+//          0 ..  21504  k_tile, 2 x 10752 bytes, 112 bytes a row
+//          0 ..  14336  o_tile, 1 x 14336 bytes, 112 bytes a row
+//      21504 ..  43008  v_tile, 2 x 10752 bytes, 112 bytes a row
+//      43008 ..  57344  q_tile, 1 x 14336 bytes, 112 bytes a row
+//   warps of s: 4 along rows, 1 along columns
+//   warps of p: 4 along rows, 1 along columns
+//   warps of p_operand: 4 along rows, 1 along columns
+//   warps of o_acc: 4 along rows, 1 along columns
+//   warps of o_out: 4 along rows, 1 along columns
 
 #include "flashgen/common.cuh"
 #include "flashgen/sm80.cuh"
 
 using element = bf16;
 
-constexpr int THREADS = 256;  // 8 warps
-constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
-constexpr int BLOCK_Q = 256;
+constexpr int THREADS = 128;  // 4 warps
+constexpr int MIN_BLOCKS = 2;  // blocks a multiprocessor
+constexpr int UNROLLED_DEPTH = 4;  // steps of 16 in depth, of products from shared memory
+constexpr int BLOCK_Q = 128;
 constexpr int BLOCK_KV = 96;
 constexpr int HEAD_DIM = 48;
 constexpr int HEAD_DIM_V = 48;
@@ -31,18 +32,18 @@ constexpr int TRUE_HEAD_DIM = 40;  // before padding
 constexpr int TRUE_HEAD_DIM_V = 40;  // before padding
 
 // shared memory: rows x columns, bytes from row to row
+using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 112>;
+constexpr int K_TILE_OFFSET = 0;
 using OTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 112>;
 constexpr int O_TILE_OFFSET = 0;
-using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 112>;
-constexpr int Q_TILE_OFFSET = 0;
-using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 112>;
-constexpr int K_TILE_OFFSET = 28672;
 using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 112>;
-constexpr int V_TILE_OFFSET = 50176;
+constexpr int V_TILE_OFFSET = 21504;
+using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 112>;
+constexpr int Q_TILE_OFFSET = 43008;
 
 // register tiles: rows x columns, warps along each
-using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
-using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 8, 1>;
+using S = Fragment<BLOCK_Q, BLOCK_KV, 4, 1>;
+using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 4, 1>;
 
 struct Args {
   Tensor<element> q;  // batches, heads, seqlen_q, head_dim
@@ -61,16 +62,14 @@ struct Args {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(const __grid_constant__ Args args) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const SharedAddress o_tile = {shared + O_TILE_OFFSET};
-  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
   const SharedAddress k_tile = {shared + K_TILE_OFFSET};
+  const SharedAddress o_tile = {shared + O_TILE_OFFSET};
   const SharedAddress v_tile = {shared + V_TILE_OFFSET};
+  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
 
-  const int q_block_count = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-  const int q_block = blockIdx.x % q_block_count;
-  const int head_count = args.heads;
-  const int head = blockIdx.x / q_block_count % head_count;
-  const int batch = blockIdx.x / q_block_count / head_count;
+  const int q_block = blockIdx.x;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float s[S::ROWS][S::COLS];
   float p[S::ROWS][S::COLS];
@@ -119,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     }
     commit_group();
     fill(s, 0.0f);
-    multiply_shared<element, S, QTile, false, KTile, true>(s, q_tile, k_tile + kv_block % 2 * KTile::BYTES);
+    multiply_shared<element, UNROLLED_DEPTH, S, QTile, false, KTile, true>(s, q_tile, k_tile + kv_block % 2 * KTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k) {
       #pragma unroll

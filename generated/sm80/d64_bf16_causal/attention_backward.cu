@@ -2,40 +2,41 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_backward for sm_80
-//   tile kv 256 x q 32, 8 warps, 2 and 1 stages (chosen by cost model)
-//   block_q = 32, block_kv = 256, head_dim = 64, head_dim_v = 64
-//   256 threads, about 248 registers each, 1 a multiprocessor
-//   shared memory 108416 of 166912 bytes
-//          0 ..  36864  dk_tile, 1 x 36864 bytes, 144 bytes a row
-//          0 ..  36864  k_tile, 1 x 36864 bytes, 144 bytes a row
-//      36864 ..  73728  dv_tile, 1 x 36864 bytes, 144 bytes a row
-//      36864 ..  73728  v_tile, 1 x 36864 bytes, 144 bytes a row
-//      73728 ..  94208  ds_tile, 1 x 20480 bytes, 80 bytes a row
-//      94208 .. 103424  q_tile, 2 x 4608 bytes, 144 bytes a row
-//     103424 .. 108032  dout_tile, 1 x 4608 bytes, 144 bytes a row
-//     108032 .. 108288  lse_tile, 2 x 128 bytes, 4 bytes a row
-//     108288 .. 108416  delta_tile, 1 x 128 bytes, 4 bytes a row
-//   warps of s: 8 along rows, 1 along columns
-//   warps of p: 8 along rows, 1 along columns
-//   warps of dp: 8 along rows, 1 along columns
-//   warps of ds: 8 along rows, 1 along columns
-//   warps of p_operand: 8 along rows, 1 along columns
-//   warps of ds_operand: 8 along rows, 1 along columns
-//   warps of dk_acc: 8 along rows, 1 along columns
-//   warps of dv_acc: 8 along rows, 1 along columns
-//   warps of dk_out: 8 along rows, 1 along columns
-//   warps of dv_out: 8 along rows, 1 along columns
-//   warps of dq_acc: 2 along rows, 4 along columns
+//   tile kv 128 x q 32, 4 warps, 2 stages (chosen by cost model)
+//   block_q = 32, block_kv = 128, head_dim = 64, head_dim_v = 64
+//   128 threads, about 248 registers each, 2 a multiprocessor
+//   shared memory 66048 of 166912 bytes
+//          0 ..  18432  dk_tile, 1 x 18432 bytes, 144 bytes a row
+//          0 ..  18432  k_tile, 1 x 18432 bytes, 144 bytes a row
+//      18432 ..  36864  dv_tile, 1 x 18432 bytes, 144 bytes a row
+//      18432 ..  36864  v_tile, 1 x 18432 bytes, 144 bytes a row
+//      36864 ..  47104  ds_tile, 1 x 10240 bytes, 80 bytes a row
+//      47104 ..  56320  dout_tile, 2 x 4608 bytes, 144 bytes a row
+//      56320 ..  65536  q_tile, 2 x 4608 bytes, 144 bytes a row
+//      65536 ..  65792  delta_tile, 2 x 128 bytes, 4 bytes a row
+//      65792 ..  66048  lse_tile, 2 x 128 bytes, 4 bytes a row
+//   warps of s: 4 along rows, 1 along columns
+//   warps of p: 4 along rows, 1 along columns
+//   warps of dp: 4 along rows, 1 along columns
+//   warps of ds: 4 along rows, 1 along columns
+//   warps of p_operand: 4 along rows, 1 along columns
+//   warps of ds_operand: 4 along rows, 1 along columns
+//   warps of dk_acc: 4 along rows, 1 along columns
+//   warps of dv_acc: 4 along rows, 1 along columns
+//   warps of dk_out: 4 along rows, 1 along columns
+//   warps of dv_out: 4 along rows, 1 along columns
+//   warps of dq_acc: 1 along rows, 4 along columns
 
 #include "flashgen/common.cuh"
 #include "flashgen/sm80.cuh"
 
 using element = bf16;
 
-constexpr int THREADS = 256;  // 8 warps
-constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
+constexpr int THREADS = 128;  // 4 warps
+constexpr int MIN_BLOCKS = 2;  // blocks a multiprocessor
+constexpr int UNROLLED_DEPTH = 4;  // steps of 16 in depth, of products from shared memory
 constexpr int BLOCK_Q = 32;
-constexpr int BLOCK_KV = 256;
+constexpr int BLOCK_KV = 128;
 constexpr int HEAD_DIM = 64;
 constexpr int HEAD_DIM_V = 64;
 constexpr int TRUE_HEAD_DIM = 64;  // before padding
@@ -48,23 +49,23 @@ constexpr int DK_TILE_OFFSET = 0;
 using KTile = SharedTile<BLOCK_KV, HEAD_DIM, 144>;
 constexpr int K_TILE_OFFSET = 0;
 using DvTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 144>;
-constexpr int DV_TILE_OFFSET = 36864;
+constexpr int DV_TILE_OFFSET = 18432;
 using VTile = SharedTile<BLOCK_KV, HEAD_DIM_V, 144>;
-constexpr int V_TILE_OFFSET = 36864;
+constexpr int V_TILE_OFFSET = 18432;
 using DsTile = SharedTile<BLOCK_KV, BLOCK_Q, 80>;
-constexpr int DS_TILE_OFFSET = 73728;
-using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 144>;
-constexpr int Q_TILE_OFFSET = 94208;
+constexpr int DS_TILE_OFFSET = 36864;
 using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 144>;
-constexpr int DOUT_TILE_OFFSET = 103424;
-constexpr int LSE_TILE_OFFSET = 108032;
-constexpr int DELTA_TILE_OFFSET = 108288;
+constexpr int DOUT_TILE_OFFSET = 47104;
+using QTile = SharedTile<BLOCK_Q, HEAD_DIM, 144>;
+constexpr int Q_TILE_OFFSET = 56320;
+constexpr int DELTA_TILE_OFFSET = 65536;
+constexpr int LSE_TILE_OFFSET = 65792;
 
 // register tiles: rows x columns, warps along each
-using S = Fragment<BLOCK_KV, BLOCK_Q, 8, 1>;
-using DkAcc = Fragment<BLOCK_KV, HEAD_DIM, 8, 1>;
-using DvAcc = Fragment<BLOCK_KV, HEAD_DIM_V, 8, 1>;
-using DqAcc = Fragment<BLOCK_Q, HEAD_DIM, 2, 4>;
+using S = Fragment<BLOCK_KV, BLOCK_Q, 4, 1>;
+using DkAcc = Fragment<BLOCK_KV, HEAD_DIM, 4, 1>;
+using DvAcc = Fragment<BLOCK_KV, HEAD_DIM_V, 4, 1>;
+using DqAcc = Fragment<BLOCK_Q, HEAD_DIM, 1, 4>;
 
 struct Args {
   Tensor<element> q;  // batches, heads, seqlen_q, head_dim
@@ -93,16 +94,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const SharedAddress dv_tile = {shared + DV_TILE_OFFSET};
   const SharedAddress v_tile = {shared + V_TILE_OFFSET};
   const SharedAddress ds_tile = {shared + DS_TILE_OFFSET};
-  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
   const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
-  float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
+  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
   float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
+  float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
 
-  const int kv_block_count = (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV;
-  const int kv_block = blockIdx.x % kv_block_count;
-  const int head_kv_count = args.heads_kv;
-  const int head_kv = blockIdx.x / kv_block_count % head_kv_count;
-  const int batch = blockIdx.x / kv_block_count / head_kv_count;
+  const int kv_block = blockIdx.x;
+  const int head_kv = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float s[S::ROWS][S::COLS];
   float p[S::ROWS][S::COLS];
@@ -131,6 +130,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
   }
   commit_group();
+  if (0 < args.group * q_blocks) {
+    copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), args.dout.row_stride, args.seqlen_q - first_q_block * BLOCK_Q);
+    copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), args.seqlen_q - first_q_block * BLOCK_Q);
+
+  }
+  commit_group();
   // head_in_group x q_block
   for (int step = 0; step < args.group * q_blocks; ++step) {
     const int head_in_group = step / q_blocks;
@@ -138,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const int head = head_kv * args.group + head_in_group;
     const int q_start = q_block * BLOCK_Q;
     wait_group<0>();
-    // q_tile landed; the slot of q_tile and dout_tile is free
+    // q_tile and dout_tile landed; the slot of q_tile and dout_tile is free
     __syncthreads();
     if (step + 1 < args.group * q_blocks) {
       copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile + (step + 1) % 2 * QTile::BYTES, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.q.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
@@ -146,12 +151,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
     }
     commit_group();
-    copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head, q_start), args.dout.row_stride, args.seqlen_q - q_start);
-    copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head, q_start), args.seqlen_q - q_start);
+    if (step + 1 < args.group * q_blocks) {
+      copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile + (step + 1) % 2 * DoutTile::BYTES, args.dout.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.dout.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
+      copy_vector_async<BLOCK_Q, THREADS>(delta_tile + (step + 1) % 2 * BLOCK_Q, args.delta.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
+
+    }
     commit_group();
     // keys are rows: s is the transpose of Q K^T
     fill(s, 0.0f);
-    multiply_shared<element, S, KTile, false, QTile, true>(s, k_tile, q_tile + step % 2 * QTile::BYTES);
+    multiply_shared<element, UNROLLED_DEPTH, S, KTile, false, QTile, true>(s, k_tile, q_tile + step % 2 * QTile::BYTES);
     // only tiles on a boundary are masked
     if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
       #pragma unroll
@@ -170,11 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         p[i][j] = exp2_approx(s[i][j] * args.scale_log2 - lse_tile[step % 2 * BLOCK_Q + S::col(j)]);
       }
     }
-    wait_group<0>();
-    // dout_tile landed
-    __syncthreads();
     fill(dp, 0.0f);
-    multiply_shared<element, S, VTile, false, DoutTile, true>(dp, v_tile, dout_tile);
+    multiply_shared<element, UNROLLED_DEPTH, S, VTile, false, DoutTile, true>(dp, v_tile, dout_tile + step % 2 * DoutTile::BYTES);
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
@@ -182,12 +187,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         p_operand[i][j] = pack<element>(p[i][2 * j], p[i][2 * j + 1]);
       }
     }
-    multiply_packed<element, DvAcc, DoutTile, false>(dv_acc, p_operand, dout_tile);
+    multiply_packed<element, DvAcc, DoutTile, false>(dv_acc, p_operand, dout_tile + step % 2 * DoutTile::BYTES);
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
       for (int j = 0; j < S::COLS; ++j) {
-        ds[i][j] = p[i][j] * (dp[i][j] - delta_tile[S::col(j)]);
+        ds[i][j] = p[i][j] * (dp[i][j] - delta_tile[step % 2 * BLOCK_Q + S::col(j)]);
       }
     }
     #pragma unroll
@@ -202,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     multiply_packed<element, DkAcc, QTile, false>(dk_acc, ds_operand, q_tile + step % 2 * QTile::BYTES);
     __syncthreads();
     fill(dq_acc, 0.0f);
-    multiply_shared<element, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
+    multiply_shared<element, UNROLLED_DEPTH, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
     // other blocks of keys add to the same rows
     add_fragment<REDUCTION_WIDTH, THREADS>(args.dq_workspace.at(batch, head, q_start), dq_acc);
 

@@ -2,21 +2,21 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_convert_dq for sm_80
-//   tile q 32, 8 warps (chosen by the blocks of attention_backward)
+//   tile q 32, 4 warps (chosen by the blocks of attention_backward)
 //   block_q = 32, head_dim = 64
-//   256 threads, about 48 registers each, 5 a multiprocessor
+//   128 threads, about 56 registers each, 9 a multiprocessor
 //   shared memory 4608 of 166912 bytes
 //          0 ..   4608  dq_tile, 1 x 4608 bytes, 144 bytes a row
-//   warps of dq_acc: 2 along rows, 4 along columns
-//   warps of dq_out: 2 along rows, 4 along columns
+//   warps of dq_acc: 1 along rows, 4 along columns
+//   warps of dq_out: 1 along rows, 4 along columns
 
 #include "flashgen/common.cuh"
 #include "flashgen/sm80.cuh"
 
 using element = bf16;
 
-constexpr int THREADS = 256;  // 8 warps
-constexpr int MIN_BLOCKS = 5;  // blocks a multiprocessor
+constexpr int THREADS = 128;  // 4 warps
+constexpr int MIN_BLOCKS = 9;  // blocks a multiprocessor
 constexpr int BLOCK_Q = 32;
 constexpr int HEAD_DIM = 64;
 constexpr int TRUE_HEAD_DIM = 64;  // before padding
@@ -27,7 +27,7 @@ using DqTile = SharedTile<BLOCK_Q, HEAD_DIM, 144>;
 constexpr int DQ_TILE_OFFSET = 0;
 
 // register tiles: rows x columns, warps along each
-using DqAcc = Fragment<BLOCK_Q, HEAD_DIM, 2, 4>;
+using DqAcc = Fragment<BLOCK_Q, HEAD_DIM, 1, 4>;
 
 struct Args {
   Tensor<float> dq_workspace;  // batches, heads, seqlen_q_padded, head_dim
@@ -46,11 +46,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_conv
   extern __shared__ __align__(16) unsigned char shared[];
   const SharedAddress dq_tile = {shared + DQ_TILE_OFFSET};
 
-  const int q_block_count = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-  const int q_block = blockIdx.x % q_block_count;
-  const int head_count = args.heads;
-  const int head = blockIdx.x / q_block_count % head_count;
-  const int batch = blockIdx.x / q_block_count / head_count;
+  const int q_block = blockIdx.x;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
 
   float dq_acc[DqAcc::ROWS][DqAcc::COLS];
   uint32 dq_out[DqAcc::ROWS][DqAcc::PAIRS];
