@@ -235,10 +235,14 @@ class Kernel:
 
     def buffer(self, name: str) -> Buffer:
         """The buffer of that name."""
-        for buffer in self.buffers:
-            if buffer.name == name:
-                return buffer
-        raise KeyError(f"kernel {self.name} has no buffer {name}")
+        found = self._by_name.get(name)
+        if found is None:
+            raise KeyError(f"kernel {self.name} has no buffer {name}")
+        return found
+
+    @cached_property
+    def _by_name(self) -> dict[str, Buffer]:
+        return {buffer.name: buffer for buffer in self.buffers}
 
     def space(self, place: Place) -> Space:
         """Where a place lives."""

@@ -9,7 +9,7 @@ from flashgen.ir.nodes import Kernel, Stmt
 from flashgen.ir.visit import Body
 from flashgen.machine.base import Barrier
 from flashgen.machine.sm80 import WaitGroup
-from flashgen.machine.sm80_hazards import Hazard, hazards
+from flashgen.machine.sm80_hazards import Hazard, hazards, safe
 from flashgen.plan.plan import Plan
 
 
@@ -18,12 +18,14 @@ def insert(kernel: Kernel, plan: Plan) -> Kernel:
 
     Invariant: the walk of machine/sm80_hazards finds nothing.
     """
-    while found := hazards(kernel, plan):
+    found = hazards(kernel, plan)
+    while found:
         first = min(found, key=lambda hazard: hazard.path)
         protection = _protection(first)
         kernel = kernel.having(body=_before(kernel.body, first.path, protection))
         moved = (*first.path[:-1], first.path[-1] + len(protection))
-        if any((hazard.path, hazard.reason) == (moved, first.reason) for hazard in hazards(kernel, plan)):
+        found = hazards(kernel, plan)
+        if any((hazard.path, hazard.reason) == (moved, first.reason) for hazard in found):
             raise AssertionError(f"{kernel.name}: a barrier does not help: {first}")
     return kernel
 
@@ -35,7 +37,7 @@ def drop_redundant(kernel: Kernel, plan: Plan) -> Kernel:
     """
     for path in reversed(list(_meetings(kernel.body))):
         without = kernel.having(body=_before(kernel.body, path, (), leave_out=1))
-        if not hazards(without, plan):
+        if safe(without, plan):
             kernel = without
     return kernel
 

@@ -58,10 +58,19 @@ class Region:
 def hazards(kernel: Kernel, plan: Plan) -> list[Hazard]:
     """Every hazard found, in the order of the walk, each statement once."""
     found: dict[Path, Hazard] = {}
-    for steps in STEPS:
-        for hazard in _Walk(kernel, plan, steps).run():
-            found.setdefault(hazard.path, hazard)
+    for hazard in _walks(kernel, plan):
+        found.setdefault(hazard.path, hazard)
     return list(found.values())
+
+
+def safe(kernel: Kernel, plan: Plan) -> bool:
+    """True where no walk finds a hazard; ends at the first."""
+    return next(_walks(kernel, plan), None) is None
+
+
+def _walks(kernel: Kernel, plan: Plan) -> Iterator[Hazard]:
+    for steps in STEPS:
+        yield from _Walk(kernel, plan, steps).run()
 
 
 class _Walk:
@@ -152,6 +161,8 @@ class _Walk:
                 yield place, self._loaded_stage(stmt, place, values)
 
     def _stage(self, stage, values: dict[str, int]) -> int:
+        if isinstance(stage, Const):
+            return int(stage.value)
         known = {name: Const(step) for name, step in values.items()}
         stage = substitute(stage, known)
         return value_of(substitute(stage, {node.name: Const(0) for node in walk(stage) if isinstance(node, Var)}), {})

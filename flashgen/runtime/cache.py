@@ -11,6 +11,7 @@ The only module beside `debug` that reads the environment: FLASHGEN_CACHE_DIR mo
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -61,7 +62,12 @@ def installed_nvrtc() -> str | None:
 
     Reads the names of the installed distributions only: importing CuPy to ask NVRTC itself costs half a second.
     """
-    names = [name for folder in sys.path for name in _listing(folder) if name.endswith(".dist-info")]
+    return _nvrtc_in(tuple(sys.path))
+
+
+@functools.cache
+def _nvrtc_in(folders: tuple[str, ...]) -> str | None:
+    names = [name for folder in folders for name in _listing(folder) if name.endswith(".dist-info")]
     majors = [match[1] for name in names if (match := re.match(r"cupy_cuda(\d+)x-", name))]
     for name in names:
         match = re.match(r"nvidia_cuda_nvrtc(?:_cu\d+)?-((\d+)\.[\d.]+)\.dist-info", name)

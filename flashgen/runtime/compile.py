@@ -79,6 +79,8 @@ def nvrtc(source: Source, arch: str, options: Iterable[str] = ()) -> Cubin:
         return hit
     version = _loaded_version(version)
     key = cache.key(source, arch, options, version)
+    if hit := _load(source, arch, key):
+        return hit
     with cache.lock(key):
         return _load(source, arch, key) or _compile_and_store(source, arch, options, version, key)
 

@@ -131,8 +131,7 @@ def gpu_available() -> bool:
 
 def current_device() -> int:
     """The number of this thread's current device. Raises RuntimeError without a driver, ImportError without CuPy."""
-    device = _context_device()
-    return _runtime().getDevice() if device is None else device
+    return _runtime().getDevice()
 
 
 @functools.cache
