@@ -7,10 +7,11 @@ lays over each other are checked against each other, also that a value is not re
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashgen.ir.expr import Const, Load, Var, substitute, walk
+from flashgen.ir.expr import Load, walk
 from flashgen.ir.expr import evaluate as value_of
 from flashgen.ir.nodes import For, Kernel, Space, Stmt, Tile
 from flashgen.ir.printer import stmt_text
@@ -161,11 +162,8 @@ class _Walk:
                 yield place, self._loaded_stage(stmt, place, values)
 
     def _stage(self, stage, values: dict[str, int]) -> int:
-        if isinstance(stage, Const):
-            return int(stage.value)
-        known = {name: Const(step) for name, step in values.items()}
-        stage = substitute(stage, known)
-        return value_of(substitute(stage, {node.name: Const(0) for node in walk(stage) if isinstance(node, Var)}), {})
+        """The stage at these loop steps; bounds that depend on sizes count as zero."""
+        return value_of(stage, defaultdict(int, values))
 
     def _loaded_stage(self, stmt: Stmt, buffer: str, values: dict[str, int]) -> int:
         """The stage that an expression loads from: the additional first index, where the buffer has stages."""
