@@ -1,5 +1,6 @@
 """The command line: options, texts, errors in one sentence, and what generate writes, removes and complains of."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import flashgen
 from flashgen import catalog, debug
 from flashgen.__main__ import COMMANDS, main
 from flashgen.cli import generate
@@ -134,6 +136,26 @@ def test_a_debug_level_keeps_the_traceback(monkeypatch):
     monkeypatch.setenv("FLASHGEN_DEBUG", "1")
     with pytest.raises(ValueError, match="head_dim = 12"):
         call("show", "--head-dim", 12)
+
+
+@pytest.mark.parametrize("value", ["x", "7", "-1"])
+@pytest.mark.parametrize("command", [("show", *SMALL, "--plan"), ("explain", *SMALL), ("generate", "--check")], ids=str)
+def test_what_is_no_debug_level_is_one_sentence(monkeypatch, value, command):
+    generate.catalog.build._forward.cache_clear()
+    generate.catalog.build.backward.cache_clear()
+    monkeypatch.setenv("FLASHGEN_DEBUG", value)
+    said = sentence(*command)
+    assert f"FLASHGEN_DEBUG = {value!r}" in said and "\n" not in said
+
+
+def test_what_is_no_debug_level_has_no_traceback():
+    command = [sys.executable, "-m", "flashgen", "show", *SMALL, "--plan"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"FLASHGEN_DEBUG": "x"})
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and run.stderr.startswith("Error: FLASHGEN_DEBUG")
+
+
+def test_the_version():
+    assert output("--version").split() == ["flashgen,", "version", flashgen.__version__]
 
 
 @pytest.mark.parametrize(
