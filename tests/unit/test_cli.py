@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from flashgen import catalog, debug
 from flashgen.__main__ import COMMANDS, main
 from flashgen.cli import generate
 from flashgen.cli.options import ByteCount
+from flashgen.cli.show import STAGES
 from flashgen.ir.nodes import For
 from flashgen.spec import Spec
 
@@ -205,6 +207,13 @@ def test_the_graph_is_that_of_the_loop(tmp_path):
 
 def test_a_graph_of_a_kernel_without_a_loop():
     assert "attention_delta" in output("show", *SMALL, "--graph", "--kernel", "delta")
+
+
+@pytest.mark.parametrize("pair", list(combinations(STAGES, 2)), ids="-".join)
+def test_two_stages_at_once_are_refused(pair):
+    result = call("show", *SMALL, *(f"--{name}" for name in pair))
+    assert result.exit_code == 2 and result.stdout == ""
+    assert f"--{pair[0]} and --{pair[1]} exclude each other" in result.stderr and "give one of them" in result.stderr
 
 
 def test_one_file_does_not_hold_several_graphs():
