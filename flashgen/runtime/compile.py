@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any
 
 from flashgen import debug
-from flashgen.runtime import cache, sass
+from flashgen.runtime import cache
 
 if TYPE_CHECKING:
     from flashgen.emit.source import Source
@@ -77,7 +77,10 @@ def nvrtc(source: Source, arch: str, options: Iterable[str] = ()) -> Cubin:
     _check(arch, options)
     debug.configure_logging()
     cubin = _load_or_compile(source, arch, options)
-    sass.show(cubin.name, cubin.image)
+    if debug.watching(5):
+        from flashgen.runtime import sass  # 10 ms, for what it imports
+
+        sass.show(cubin.name, cubin.image)
     return cubin
 
 

@@ -10,22 +10,19 @@ from pathlib import Path
 
 from flashgen import debug
 
-LEVEL = 5
 TOOLS = {"nvdisasm": ("--print-code",), "cuobjdump": ("--dump-sass",)}  # the first that is found
 
 log = logging.getLogger("flashgen")
 
 
 def show(name: str, image: bytes) -> None:
-    """Show a kernel's SASS where the debug level, or a dump, asks for it; a log line says why where that cannot be."""
-    if not debug.watching(LEVEL):
-        return
+    """Show a kernel's SASS at debug level 5 and in a dump; where that cannot be, a log line says why."""
     tool = next(filter(None, map(shutil.which, TOOLS)), None)
     if tool is None:
         log.info("the SASS of %s is not shown: put %s of a CUDA toolkit on the PATH", name, " or ".join(TOOLS))
         return
     try:
-        debug.show(LEVEL, "sass", name, disassemble(tool, image))
+        debug.show(5, "sass", name, disassemble(tool, image))
     except (OSError, subprocess.SubprocessError) as error:
         log.info("the SASS of %s is not shown: %s; is it as new as NVRTC?", name, error)
 
