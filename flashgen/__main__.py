@@ -6,6 +6,8 @@ import importlib
 
 import click
 
+from flashgen import __version__, debug
+
 # name -> where the command is, and its line in the list of commands (to read it from there would import torch)
 COMMANDS = {
     "explain": ("flashgen.cli.explain", "Why a kernel has its tile: the choice, the ranking, the rejections."),
@@ -37,16 +39,22 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command; at FLASHGEN_DEBUG >= 1 an error keeps its traceback."""
-        from flashgen import debug
-
         try:
             return super().invoke(ctx)
         except (click.exceptions.Exit, click.ClickException, BrokenPipeError):  # click's own; `| head` has read enough
             raise
         except Exception as error:
-            if debug.level() >= 1 or not _is_expected(error):
+            if _keeps_traceback(error):
                 raise
             raise click.ClickException(str(error)) from None
+
+
+def _keeps_traceback(error: Exception) -> bool:
+    """True for a bug, and for every error where FLASHGEN_DEBUG asks for it (a value that is no level asks for none)."""
+    try:
+        return debug.level() >= 1 or not _is_expected(error)
+    except ValueError:
+        return not _is_expected(error)
 
 
 def _is_expected(error: Exception) -> bool:
@@ -56,6 +64,7 @@ def _is_expected(error: Exception) -> bool:
 
 
 @click.command(cls=Commands)
+@click.version_option(__version__, prog_name="flashgen")
 def main() -> None:
     """flashgen writes exact-attention CUDA kernels: from a specification to readable, specialised source.
 

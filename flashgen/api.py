@@ -104,7 +104,6 @@ def current_arch() -> Arch:
 @cache
 def programs(stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
     """The programs of "forward" or "backward"; one object for each spec and chip in the process."""
-    debug.configure_logging()
     made = build.forward(spec, arch) if stage == "forward" else build.backward(spec, arch)
     return tuple(_program(stages) for stages in made)
 

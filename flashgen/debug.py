@@ -1,8 +1,8 @@
 """The debugging switches: the four environment variables of the README, read here (the cache reads its own).
 
 FLASHGEN_DEBUG: 1 compiles, cache, registers and spills; 2 also the plan; 3 the IR after each pass that changed it;
-4 CUDA; 5 SASS. FLASHGEN_DUMP: a directory in which each stage is written as a numbered file.
-FLASHGEN_INTERPRET=1: run everything on the interpreter.
+4 CUDA; 5 SASS, where CUDA's disassembler is installed. FLASHGEN_DUMP: a directory in which each stage is written as a
+numbered file. FLASHGEN_INTERPRET=1: run everything on the interpreter.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 log = logging.getLogger("flashgen")
+LEVELS = ("compiles", "plan", "IR after each pass", "CUDA", "SASS")  # of FLASHGEN_DEBUG, from 1 on
 VARIABLES = {
-    "FLASHGEN_DEBUG": "1 compiles, 2 plan, 3 IR after each pass, 4 CUDA, 5 SASS",
+    "FLASHGEN_DEBUG": ", ".join(f"{number} {what}" for number, what in enumerate(LEVELS, 1)),
     "FLASHGEN_DUMP": "a folder for each stage as a numbered file",
     "FLASHGEN_INTERPRET": "1: run everything on the CPU interpreter",
     "FLASHGEN_CACHE_DIR": "where compiled kernels are kept",
@@ -29,10 +30,10 @@ def variables() -> list[tuple[str, str, str | None]]:
 
 
 def level() -> int:
-    """The debug level, 0 where it is not set."""
-    value = os.environ.get("FLASHGEN_DEBUG", "0")
-    if not value.isdigit():
-        raise ValueError(f"FLASHGEN_DEBUG = {value!r} must be a number from 0 to 5")
+    """The debug level, 0 where it is not set. Raises ValueError for what is no level."""
+    value = os.environ.get("FLASHGEN_DEBUG") or "0"
+    if value not in map(str, range(len(LEVELS) + 1)):
+        raise ValueError(f"FLASHGEN_DEBUG = {value!r} must be a number from 0 to {len(LEVELS)}; set one or unset it")
     return int(value)
 
 
@@ -52,13 +53,23 @@ def show(needed: int, kind: str, name: str, text: str) -> None:
         (path / f"{next(_numbers):03d}-{name}.{kind}").write_text(text)
 
 
-def watching() -> bool:
-    """True where some stage is to be shown."""
-    return level() >= 2 or bool(os.environ.get("FLASHGEN_DUMP"))
+def watching(needed: int = 2) -> bool:
+    """True where a stage of this debug level (by default, some stage) is to be shown."""
+    return level() >= needed or bool(os.environ.get("FLASHGEN_DUMP"))
+
+
+class _StandardError(logging.Handler):
+    """Prints each record to what is standard error at that time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
+_handler = _StandardError()  # one: to add it twice, from two threads, changes nothing
 
 
 def configure_logging() -> None:
     """At FLASHGEN_DEBUG >= 1, send the log of compiles and cache to standard error."""
     if level() >= 1 and not log.handlers:
-        log.addHandler(logging.StreamHandler())
+        log.addHandler(_handler)
         log.setLevel(logging.INFO)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from flashgen.bench.grid import Cell
 from flashgen.bench.measure import CudaClock, Harness, Heater
 from flashgen.bench.peers import Attend, Peer, choose
 from flashgen.bench.run import require_gpu
-from flashgen.plan import planner
+from flashgen.plan import planner, tuned
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Plan, Verdict
 from flashgen.runtime.compile import compile_many
@@ -46,7 +47,7 @@ class CandidatePeer(Peer):
 
     def __init__(self, spec: Spec, direction: str, plan: Plan, verdict: Verdict) -> None:
         self.name = self.title = str(plan.candidate)
-        self.verdict = verdict
+        self.spec, self.plan, self.verdict = spec, plan, verdict
         made = (build.forward_with(spec, plan),) if direction == "fwd" else build.backward_with(spec, plan)
         self.programs = tuple(Program(stages) for stages in made)
         self.main = self.programs[0 if direction == "fwd" else 1]
@@ -73,7 +74,10 @@ def candidates(spec: Spec, direction: str, arch: Arch, limit: int) -> list[Candi
 
 
 def tune(cell: Cell, yardsticks: Iterable[Peer], harness: Harness, limit: int) -> list[dict[str, Any]]:
-    """Every candidate's median milliseconds in one cell, fastest first; yardsticks are among the rows."""
+    """Every candidate's median milliseconds in one cell, fastest first; yardsticks are among the rows.
+
+    The fastest candidate's row has its line for plan/tuned.py.
+    """
     arch = current_arch()
     spec = Spec(cell.head_dim, cell.head_dim, causal=cell.causal)
     made = candidates(spec, cell.direction, arch, limit)
@@ -90,7 +94,21 @@ def tune(cell: Cell, yardsticks: Iterable[Peer], harness: Harness, limit: int) -
             row |= {"cost": peer.verdict.cost, "registers": report.registers}
             row |= {"spills": report.spill_stores + report.spill_loads, "seconds": report.seconds}
         rows.append(row)
-    return sorted(rows, key=lambda row: row.get("ms", 1e9))
+    rows.sort(key=lambda row: row.get("ms", 1e9))
+    by_name = {peer.name: peer for peer in made}
+    best = next((row for row in rows if row["name"] in by_name and "ms" in row and not row["failure"]), None)
+    if best is not None:
+        options = f"--limit {limit} --rounds {harness.rounds}"
+        best["line"] = table_line(cell, by_name[best["name"]], best["tflops"], options)
+    return rows
+
+
+def table_line(cell: Cell, peer: CandidatePeer, tflops: float, options: str) -> str:
+    """The line of TABLE in plan/tuned.py that makes a candidate the choice."""
+    figure = f"{torch.cuda.get_device_name()}, {date.today().isoformat()}, {tflops:.0f} TFLOP/s"
+    problem = f"--direction {cell.direction} --head-dim {cell.head_dim} --{cell.mask} --seqlen {cell.seqlen}"
+    command = f"python -m flashgen tune {problem} {options}"
+    return tuned.line(peer.plan.kernel, peer.spec, peer.plan.arch, peer.plan.candidate, figure, command)
 
 
 @click.command()
@@ -110,7 +128,7 @@ def command(
     rounds: int,
     out: Path | None,
 ) -> None:
-    """Time the planner's candidates on this GPU, beside FA2 and cuDNN."""
+    """Time the planner's candidates on this GPU beside FA2 and cuDNN; print the best as a line for plan/tuned.py."""
     require_gpu()
     clock = CudaClock()
     heater = Heater(clock, "cuda")
@@ -128,6 +146,9 @@ def command(
                 f"{key}={row[key]:.4g}" for key in ("tflops", "cost", "registers", "spills") if key in row
             )
             print(f"  {row['name']:60s} {detail} {row['failure']}", flush=True)
+        for row in rows:
+            if "line" in row:
+                print(f"for TABLE in flashgen/plan/tuned.py:\n{row['line']}", flush=True)
         if out is not None:
             out.write_text(json.dumps(every, indent=1))
     print(f"cuBLAS {heater.rate():.0f} TFLOP/s at the end")

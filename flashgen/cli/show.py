@@ -19,36 +19,6 @@ ARROWS = {"raw": "reads", "war": "overwrites what reads", "waw": "overwrites"}
 COLOURS = {"raw": "black", "war": "blue", "waw": "red"}
 
 
-@click.command("show")
-@problem(kernel_default="forward")
-@click.option("--cuda", "stage", flag_value="cuda", default="cuda", help="The CUDA source.  [default]")
-@click.option("--ir", "stage", flag_value="ir", help="The TILE level: tiles and mathematics, no device.")
-@click.option("--machine", "stage", flag_value="machine", help="The MACHINE level: copies, waits, matrix instructions.")
-@click.option("--plan", "stage", flag_value="plan", help="Tile, warps, stages and the map of shared memory.")
-@click.option("--graph", "stage", flag_value="graph", help="The dataflow graph of the loop body, at TILE level.")
-@click.option("--passes", is_flag=True, help="The IR before the first pass and after each pass that changed it.")
-@click.option("--dot", type=click.Path(dir_okay=False), help="Also write the graph as Graphviz DOT (one kernel).")
-def command(kernel: str, stage: str, passes: bool, dot: str | None, **options: Any) -> None:
-    """Print a kernel at any stage between its specification and its CUDA.
-
-    \b
-    Examples:
-      python -m flashgen show --head-dim 64 --causal                     the CUDA of the forward
-      python -m flashgen show --head-dim 64 --ir --kernel backward       the backward's loop nest
-      python -m flashgen show --head-dim 64 --passes | less              how the one becomes the other
-      python -m flashgen show --head-dim 64 --graph --dot loop.dot       then: dot -Tsvg loop.dot > loop.svg
-    """
-    if dot and kernel == "all":
-        raise click.UsageError("--dot draws one kernel; name it with --kernel.")
-    spec, arch = parse_problem(**options)
-    text = passes_text if passes else TEXTS[stage]
-    for count, stages in enumerate(select(spec, arch, kernel)):
-        click.echo(("\n" if count else "") + text(stages), nl=False)
-        if dot:
-            with open(dot, "w", encoding="utf-8") as file:
-                file.write(dot_text(stages.tile))
-
-
 def passes_text(stages: Stages) -> str:
     """The TILE text, then the IR after each pass that changed it under the pass's own sentence."""
     family = lower.FAMILIES[stages.plan.arch.family]
@@ -102,10 +72,53 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-TEXTS: dict[str, Callable[[Stages], str]] = {
-    "cuda": lambda stages: stages.source.text,
-    "ir": lambda stages: kernel_text(stages.tile),
-    "machine": lambda stages: kernel_text(stages.machine),
-    "plan": lambda stages: stages.plan.text(),
-    "graph": lambda stages: graph_text(stages.tile),
+# The text of each stage, and the help of its flag
+STAGES: dict[str, tuple[Callable[[Stages], str], str]] = {
+    "cuda": (lambda stages: stages.source.text, "The CUDA source.  [default]"),
+    "ir": (lambda stages: kernel_text(stages.tile), "The TILE level: tiles and mathematics, no device."),
+    "machine": (lambda stages: kernel_text(stages.machine), "The MACHINE level: copies, waits, matrix instructions."),
+    "plan": (lambda stages: stages.plan.text(), "Tile, warps, stages and the map of shared memory."),
+    "graph": (lambda stages: graph_text(stages.tile), "The dataflow graph of the loop body, at TILE level."),
+    "passes": (passes_text, "The IR before the first pass and after each pass that changed it."),
 }
+
+
+def stage_flags(function: Callable) -> Callable:
+    """A flag for each stage; the command is handed each by its name."""
+    for name, (_, meaning) in reversed(STAGES.items()):
+        function = click.option(f"--{name}", is_flag=True, help=meaning)(function)
+    return function
+
+
+def the_stage(flags: dict[str, bool]) -> str:
+    """The stage whose flag is given, "cuda" without any. Raises UsageError where two are."""
+    given = [name for name in STAGES if flags[name]]
+    if len(given) > 1:
+        names = " and ".join(f"--{name}" for name in given)
+        raise click.UsageError(f"{names} exclude each other: one stage is shown at a time; give one of them.")
+    return given[0] if given else "cuda"
+
+
+@click.command("show")
+@problem(kernel_default="forward")
+@stage_flags
+@click.option("--dot", type=click.Path(dir_okay=False), help="Also write the graph as Graphviz DOT (one kernel).")
+def command(kernel: str, dot: str | None, **options: Any) -> None:
+    """Print a kernel at any stage between its specification and its CUDA.
+
+    \b
+    Examples:
+      python -m flashgen show --head-dim 64 --causal                     the CUDA of the forward
+      python -m flashgen show --head-dim 64 --ir --kernel backward       the backward's loop nest
+      python -m flashgen show --head-dim 64 --passes | less              how the one becomes the other
+      python -m flashgen show --head-dim 64 --graph --dot loop.dot       then: dot -Tsvg loop.dot > loop.svg
+    """
+    if dot and kernel == "all":
+        raise click.UsageError("--dot draws one kernel; name it with --kernel.")
+    text, _ = STAGES[the_stage({name: options.pop(name) for name in STAGES})]
+    spec, arch = parse_problem(**options)
+    for count, stages in enumerate(select(spec, arch, kernel)):
+        click.echo(("\n" if count else "") + text(stages), nl=False)
+        if dot:
+            with open(dot, "w", encoding="utf-8") as file:
+                file.write(dot_text(stages.tile))

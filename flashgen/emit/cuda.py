@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
+
 from flashgen.emit.env import environment, header
 from flashgen.emit.source import Source
 from flashgen.emit.view import Fields, Names, camel, statement
 from flashgen.ir.dtype import DType
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Note, Space, Stmt, name_of
 from flashgen.ir.visit import Body, statements
-from flashgen.machine.sm80 import MmaSync
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
 
@@ -19,27 +21,30 @@ def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
     """The CUDA of one kernel. The text depends on its arguments alone: no time, no path, no order of a set."""
     names = Names(kernel, plan)
     family = plan.arch.family
-    text = (
-        environment()
-        .get_template("kernel.cu.jinja")
-        .render(
-            kernel=kernel,
-            spec=spec,
-            plan=plan,
-            plan_lines=plan.text().splitlines(),
-            family=family,
-            grid=_grid(kernel, names),
-            constants=_constants(kernel, plan, spec),
-            tensors=_tensors(kernel),
-            scalars=[{"type": scalar.dtype.cuda, "name": scalar.name} for scalar in kernel.scalars],
-            shared=_shared(kernel, plan),
-            fragments=_fragments(kernel, names),
-            registers=_registers(kernel, names),
-            body=_body(kernel.body, names),
-        )
+    render = partial(
+        environment().get_template("kernel.cu.jinja").render,
+        kernel=kernel,
+        spec=spec,
+        plan=plan,
+        plan_lines=plan.text().splitlines(),
+        family=family,
+        grid=_grid(kernel, names),
+        tensors=_tensors(kernel),
+        scalars=[{"type": scalar.dtype.cuda, "name": scalar.name} for scalar in kernel.scalars],
+        shared=_shared(kernel, plan),
+        fragments=_fragments(kernel, names),
+        registers=_registers(kernel, names),
+        body=_body(kernel.body, names),
     )
+    used = _words(render(constants=[]))
+    text = render(constants=[item for item in _constants(kernel, plan, spec) if item["name"] in used])
     headers = tuple((f"flashgen/{name}.cuh", header(f"{name}.cuh")) for name in ("common", family))
     return Source(kernel.name, indent(text), headers)
+
+
+def _words(text: str) -> set[str]:
+    """The words of a text without its comments."""
+    return {word for line in text.splitlines() for word in re.findall(r"\w+", line.split("//")[0])}
 
 
 def _body(body: Body, names: Names) -> str:
@@ -73,21 +78,19 @@ def _grid(kernel: Kernel, names: Names) -> list[Fields]:
 
 
 def _constants(kernel: Kernel, plan: Plan, spec: Spec) -> list[Fields]:
-    """Every number of the kernel, once."""
+    """Every number that the kernel may use, once."""
     numbers = [
         ("THREADS", plan.threads, f"{plan.warps} warps"),
         ("MIN_BLOCKS", plan.min_blocks, "blocks a multiprocessor"),
+        ("UNROLLED_DEPTH", plan.unrolled_depth, "steps of 16 in depth, of products from shared memory"),
     ]
-    if any(isinstance(stmt, MmaSync) for stmt in statements(kernel.body)):
-        numbers.append(("UNROLLED_DEPTH", plan.unrolled_depth, "steps of 16 in depth, of products from shared memory"))
     numbers += [(name.upper(), size, "") for name, size in plan.dims]
     true = {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v}
     used = {dim for buffer in kernel.buffers for dim in buffer.shape}
     numbers += [(f"TRUE_{name.upper()}", size, "before padding") for name, size in true.items() if name in used]
     if "head_dim" in used and "head_dim" not in plan.sizes:
         raise ValueError(f"{kernel.name}: head_dim is used by a tensor but by no tile")
-    vector = 4 if plan.arch.vector_reductions else 1
-    numbers += [("REDUCTION_WIDTH", vector, "floats in one atomic addition")] * any(b.layout_of for b in kernel.buffers)
+    numbers.append(("REDUCTION_WIDTH", 4 if plan.arch.vector_reductions else 1, "floats in one atomic addition"))
     return [{"name": name, "value": value, "note": note} for name, value, note in numbers]
 
 
@@ -156,13 +159,15 @@ def _register(buffer: Buffer, names: Names) -> Fields:
 
 
 def indent(text: str) -> str:
-    """The text with two spaces for each open brace, and no more than one empty line in a row."""
+    """The text with two spaces for each open brace; no two empty lines in a row, and none before a closing brace."""
     lines: list[str] = []
     depth = 0
     for raw in text.splitlines():
         line = raw.strip()
         if not line and (not lines or not lines[-1]):
             continue
+        if line.startswith("}") and lines and not lines[-1]:
+            lines.pop()
         code = line.split("//")[0]
         opened, closed = code.count("{"), code.count("}")
         outdent = 1 if code.startswith("}") else 0

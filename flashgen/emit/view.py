@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from flashgen.emit.cexpr import c_text
-from flashgen.ir.expr import Const, Expr, I, J, Load
+from flashgen.ir.expr import Const, Expr, I, J, Load, Var
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
 from flashgen.machine.sm80 import MmaSync
 from flashgen.plan.plan import Plan
@@ -86,8 +86,7 @@ class Names:
     def rows_left(self, window: Window) -> str:
         """Rows of the tensor from the window's first one on: what a copy may touch."""
         limit = self.kernel.buffer(window.buffer).shape[2]
-        start = c_text(window.origin[2], self.variable, parent=6)
-        return f"args.{limit} - {start}"
+        return self.uniform(Var(limit) - window.origin[2])
 
 
 def statement(stmt: Stmt, names: Names, body: str) -> Fields:

@@ -15,6 +15,8 @@ from flashgen.machine.base import MachineStmt
 
 @dataclass(frozen=True)
 class Sm80Stmt(MachineStmt):
+    """Base: ASYNCHRONOUS where what is written lands later, when its group has been waited for."""
+
     FAMILY: ClassVar[str] = "sm80"
     ASYNCHRONOUS: ClassVar[bool] = False
 

@@ -17,7 +17,7 @@ from flashgen.ir.nodes import For, Kernel, Space, Stmt, Tile
 from flashgen.ir.printer import stmt_text
 from flashgen.ir.visit import Body
 from flashgen.machine.base import Barrier, StoreFragment
-from flashgen.machine.sm80 import CommitGroup, CopyTileAsync, CopyVectorAsync, WaitGroup
+from flashgen.machine.sm80 import CommitGroup, Sm80Stmt, WaitGroup
 from flashgen.plan.plan import Plan
 
 Path = tuple[int, ...]
@@ -129,8 +129,9 @@ class _Walk:
             elif not region.visible:
                 yield f"reads {key[0]} before a barrier has shown it to all warps", False
             region.read = True
+        asynchronous = isinstance(stmt, Sm80Stmt) and stmt.ASYNCHRONOUS
         for key in self._shared(stmt, stmt.writes(), values):
-            yield from self._write(key, self._writer(stmt), isinstance(stmt, CopyTileAsync | CopyVectorAsync))
+            yield from self._write(key, self._writer(stmt), asynchronous)
 
     def _writer(self, stmt: Stmt) -> tuple:
         """What decides which thread writes which element: the kind of statement, and its register tile's layout."""

@@ -33,6 +33,16 @@ class Candidate:
     stages: tuple[tuple[str, int], ...] = ()
     layouts: tuple[tuple[str, tuple[int, int]], ...] = ()
 
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The number of stages of each staged buffer."""
+        return tuple(count for _, count in self.stages)
+
+    @property
+    def split(self) -> int:
+        """Warps along the columns of the scores."""
+        return dict(self.layouts).get("s", (self.warps, 1))[1]
+
     def __str__(self) -> str:
         tile = " x ".join(f"{name.removeprefix('block_')} {size}" for name, size in self.blocks)
         return f"{tile}, {self.warps} warps{self._stages_text()}{self._layout_text()}"

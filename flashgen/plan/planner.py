@@ -31,15 +31,18 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
     if not verdicts or verdicts[0].rejection:
         least = min(verdicts, key=lambda v: (v.unfit, _blocks_product(v.candidate), str(v.candidate)))
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
-    chosen, source = verdicts[0].candidate, "cost model"
-    measured = tuned.lookup(kernel.name, spec, arch)
-    if measured is not None:
-        match = [
-            verdict.candidate for verdict in verdicts if measured.matches(verdict.candidate) and not verdict.rejection
-        ]
-        if match:
-            chosen, source = match[0], f"measurement: {measured.note}"
+    chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
     return replace(make(kernel, spec, arch, chosen), verdicts=tuple(verdicts), source=source)
+
+
+def _choose(verdicts: list[Verdict], measured: tuned.Measured | None) -> tuple[Candidate, str]:
+    """The measured candidate where it fits, else the best by cost; and what chose it."""
+    if measured is None:
+        return verdicts[0].candidate, "cost model"
+    for verdict in verdicts:
+        if measured.matches(verdict.candidate) and not verdict.rejection:
+            return verdict.candidate, f"measurement: {measured.note}"
+    return verdicts[0].candidate, "cost model; the measured choice does not fit"
 
 
 def plan_like(kernel: Kernel, spec: Spec, arch: Arch, leader: Plan) -> Plan:

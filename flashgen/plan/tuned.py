@@ -1,4 +1,7 @@
-"""Measured choices that override the cost model: one line each, with the card, the date, the command and the figure."""
+"""Measured choices that override the cost model, each with the card, the date, the figure and the command.
+
+`python -m flashgen tune` prints the lines; tests/unit/test_plan.py fails for one that no candidate fits.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,45 @@ from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate
 from flashgen.spec import Spec
 
+Key = tuple[str, str, int, int, bool]
+
 
 @dataclass(frozen=True)
 class Measured:
-    """A choice for a kernel at a head_dim: blocks, warps, stages of the first copied tile."""
+    """The choice of one candidate, by all that tells candidates apart.
+
+    stages: the depth of every staged buffer, in the candidate's order. split: warps along the columns of the scores.
+    """
 
     blocks: tuple[tuple[str, int], ...]
     warps: int
     stages: tuple[int, ...]
     note: str
+    split: int = 1
 
     def matches(self, candidate: Candidate) -> bool:
-        """True for the candidate with these blocks, warps and stages."""
-        depth = tuple(count for _, count in candidate.stages)
-        return dict(self.blocks) == dict(candidate.blocks) and self.warps == candidate.warps and self.stages == depth
+        """True for the candidate with these blocks, warps, stages and split."""
+        own = (dict(self.blocks), self.warps, self.stages, self.split)
+        return own == (dict(candidate.blocks), candidate.warps, candidate.depths, candidate.split)
 
 
 # (arch, kernel, head_dim, head_dim_v, causal) -> choice
-TABLE: dict[tuple[str, str, int, int, bool], Measured] = {}
+TABLE: dict[Key, Measured] = {}
 
 
 def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:
     """The measured choice for a kernel, or None."""
-    return TABLE.get((arch.name, kernel, spec.head_dim, spec.head_dim_v, spec.causal))
+    return TABLE.get(_key(kernel, spec, arch))
+
+
+def line(kernel: str, spec: Spec, arch: Arch, candidate: Candidate, figure: str, command: str) -> str:
+    """A measurement as an item of TABLE. figure: card, date and TFLOP/s. command: what measures it again."""
+    values = [candidate.blocks, candidate.warps, candidate.depths]
+    items = [*(f"{value!r}," for value in values), repr(f"{figure}: "), f"{command!r},"]
+    items += [f"split={candidate.split},"] * (candidate.split != 1)
+    text = "".join(f"        {item}\n" for item in items)
+    return f"    {_key(kernel, spec, arch)!r}: Measured(\n{text}    ),".replace("'", '"')
+
+
+def _key(kernel: str, spec: Spec, arch: Arch) -> Key:
+    return arch.name, kernel, spec.head_dim, spec.head_dim_v, spec.causal

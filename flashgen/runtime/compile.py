@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any
 
+from flashgen import debug
 from flashgen.runtime import cache
 
 if TYPE_CHECKING:
@@ -74,6 +75,16 @@ def nvrtc(source: Source, arch: str, options: Iterable[str] = ()) -> Cubin:
     """
     options = tuple(options)
     _check(arch, options)
+    debug.configure_logging()
+    cubin = _load_or_compile(source, arch, options)
+    if debug.watching(5):
+        from flashgen.runtime import sass  # 10 ms, for what it imports
+
+        sass.show(cubin.name, cubin.image)
+    return cubin
+
+
+def _load_or_compile(source: Source, arch: str, options: tuple[str, ...]) -> Cubin:
     version = cache.installed_nvrtc()
     if version is not None and (hit := _load(source, arch, cache.key(source, arch, options, version))):
         return hit
@@ -167,7 +178,7 @@ def _load(source: Source, arch: str, key: str) -> Cubin | None:
     except TypeError as error:
         log.warning("cache entry %s has another form (%s); the kernel is compiled again", cache.path(key), error)
         return None
-    log.debug("loaded %s for %s in %.1f ms from %s", source.name, arch, 1e3 * (time.perf_counter() - start), key)
+    log.info("loaded %s for %s in %.1f ms from %s", source.name, arch, 1e3 * (time.perf_counter() - start), key)
     return cubin
 
 

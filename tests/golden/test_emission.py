@@ -62,8 +62,41 @@ def test_generated_holds_nothing_else():
 def test_a_generated_text_names_no_place_and_no_time():
     for name in present(GENERATED):
         text = (GENERATED / name).read_text(encoding="utf-8")
+        text = re.sub(r"\(chosen by measurement: .*\)", "", text)  # a measurement has its date
         found = FOREIGN.search(text)
         assert not found and str(ROOT) not in text, f"{name}: {found and found[0]}"
+
+
+def faults(text):
+    """What nobody would have written: constants without a use, empty lines that end a block, neutral operands."""
+    code = re.sub(r"//.*", "", text)
+    constants = re.findall(r"\bconstexpr int (\w+)", code)
+    yield from (f"{name} is not used" for name in constants if len(re.findall(rf"\b{name}\b", code)) < 2)
+    if re.search(r"\n\s*\n\s*\}", text):
+        yield "an empty line before a closing brace"
+    body = code.partition("__global__")[2]
+    yield from (f"{found} changes nothing" for found in re.findall(r"[-+] 0\b(?!\.)|[*/] 1\b(?!\.)|\b[01] \* ", body))
+
+
+@pytest.mark.parametrize("spec", catalog.SPECS, ids=str)
+def test_an_emitted_text_has_nothing_that_does_nothing(spec):
+    texts = [text for path, text in catalog.files(spec).items() if path.endswith(".cu")]
+    assert len(texts) >= 4 and all("constexpr int THREADS" in text for text in texts)
+    assert [fault for text in texts for fault in faults(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "fault"),
+    [
+        ("constexpr int N = 1;  // N\nconstexpr int M = 1;\nf(M, TRUE_N);", "N is not used"),
+        ("if (x) {\n  a;\n\n}\n", "an empty line before a closing brace"),
+        ("__global__ f(n - 0);", "- 0 changes nothing"),
+        ("__global__ f(0 + n * 1);", "* 1 changes nothing"),
+        ("__global__ f(n, 0 * n);", "0 *  changes nothing"),
+    ],
+)
+def test_a_planted_fault_is_seen(planted, fault):
+    assert list(faults(planted)) == [fault]
 
 
 def test_generated_files_are_small_enough_to_read():

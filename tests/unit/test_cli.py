@@ -1,17 +1,21 @@
 """The command line: options, texts, errors in one sentence, and what generate writes, removes and complains of."""
 
+import os
 import re
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import flashgen
 from flashgen import catalog, debug
 from flashgen.__main__ import COMMANDS, main
 from flashgen.cli import generate
 from flashgen.cli.options import ByteCount
+from flashgen.cli.show import STAGES
 from flashgen.ir.nodes import For
 from flashgen.spec import Spec
 
@@ -136,6 +140,26 @@ def test_a_debug_level_keeps_the_traceback(monkeypatch):
         call("show", "--head-dim", 12)
 
 
+@pytest.mark.parametrize("value", ["x", "7", "-1"])
+@pytest.mark.parametrize("command", [("show", *SMALL, "--plan"), ("explain", *SMALL), ("generate", "--check")], ids=str)
+def test_what_is_no_debug_level_is_one_sentence(monkeypatch, value, command):
+    generate.catalog.build._forward.cache_clear()
+    generate.catalog.build.backward.cache_clear()
+    monkeypatch.setenv("FLASHGEN_DEBUG", value)
+    said = sentence(*command)
+    assert f"FLASHGEN_DEBUG = {value!r}" in said and "\n" not in said
+
+
+def test_what_is_no_debug_level_has_no_traceback():
+    command = [sys.executable, "-m", "flashgen", "show", *SMALL, "--plan"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"FLASHGEN_DEBUG": "x"})
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1 and run.stderr.startswith("Error: FLASHGEN_DEBUG")
+
+
+def test_the_version():
+    assert output("--version").split() == ["flashgen,", "version", flashgen.__version__]
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [("65536", 65536), ("64KiB", 65536), ("96K", 98304), ("96kb", 98304), ("1 MiB", 1 << 20), ("7B", 7)],
@@ -183,6 +207,13 @@ def test_the_graph_is_that_of_the_loop(tmp_path):
 
 def test_a_graph_of_a_kernel_without_a_loop():
     assert "attention_delta" in output("show", *SMALL, "--graph", "--kernel", "delta")
+
+
+@pytest.mark.parametrize("pair", list(combinations(STAGES, 2)), ids="-".join)
+def test_two_stages_at_once_are_refused(pair):
+    result = call("show", *SMALL, *(f"--{name}" for name in pair))
+    assert result.exit_code == 2 and result.stdout == ""
+    assert f"--{pair[0]} and --{pair[1]} exclude each other" in result.stderr and "give one of them" in result.stderr
 
 
 def test_one_file_does_not_hold_several_graphs():

@@ -41,7 +41,15 @@ from flashgen.machine.base import (
     ReduceRows,
     StoreFragment,
 )
-from flashgen.machine.sm80 import CommitGroup, CopyTileAsync, CopyTileElements, CopyVectorAsync, MmaSync, WaitGroup
+from flashgen.machine.sm80 import (
+    CommitGroup,
+    CopyTileAsync,
+    CopyTileElements,
+    CopyVectorAsync,
+    MmaSync,
+    Sm80Stmt,
+    WaitGroup,
+)
 from flashgen.machine.sm80_hazards import hazards
 from flashgen.machine.verify import machine as verify_machine
 from flashgen.plan import planner
@@ -692,6 +700,21 @@ def test_stages_are_regions_of_their_own():
     assert "reads x before anything was written to this stage" in found(wrong, stages=2, offset=1024)
     single = replace(loop, body=(replace(copy, dst=X), CommitGroup(), *LANDED, USE_X))
     assert found(single) == ["overwrites x while other warps may still read it"]
+
+
+@pytest.mark.parametrize("kind", [CopyTileAsync, CopyTileElements])
+@pytest.mark.parametrize("lands_later", [True, False])
+def test_the_walk_asks_the_statement_whether_it_lands_later(monkeypatch, kind, lands_later):
+    monkeypatch.setattr(kind, "ASYNCHRONOUS", lands_later)
+    copy, use = kind(X, HERE), USE_X
+    assert found(copy, CommitGroup(), Barrier(), use) == ["reads x while its copy is in flight"] * lands_later
+    assert found(copy, CommitGroup(), *LANDED, use) == []
+
+
+def test_what_lands_at_its_wait_is_declared_asynchronous():
+    kinds = Sm80Stmt.__subclasses__()
+    later = {kind for kind in kinds if "landing at its wait" in kind.__doc__}
+    assert later == {kind for kind in kinds if kind.ASYNCHRONOUS} == {CopyTileAsync, CopyVectorAsync}
 
 
 @settings(max_examples=60, deadline=None)

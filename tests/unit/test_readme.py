@@ -105,6 +105,11 @@ def test_the_variables_are_those_that_are_read():
     assert set(re.findall(r"^\| `(FLASHGEN_\w+)` \|", README, re.MULTILINE)) == set(debug.VARIABLES)
 
 
+def test_the_debug_levels_are_those_that_exist():
+    row = re.search(r"^\| `FLASHGEN_DEBUG` \|.*$", README, re.MULTILINE)[0]
+    assert re.findall(r"(\d):", row) == [str(number) for number in range(1, len(debug.LEVELS) + 1)]
+
+
 QUOTED = [
     (name, quoted)
     for name, text in (("README.md", README), ("docs/architecture.md", ARCHITECTURE))

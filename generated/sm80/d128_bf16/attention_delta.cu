@@ -21,9 +21,7 @@ constexpr int MIN_BLOCKS = 4;  // blocks a multiprocessor
 constexpr int BLOCK_Q = 64;
 constexpr int HEAD_DIM = 128;
 constexpr int HEAD_DIM_V = 128;
-constexpr int TRUE_HEAD_DIM = 128;  // before padding
 constexpr int TRUE_HEAD_DIM_V = 128;  // before padding
-constexpr int REDUCTION_WIDTH = 1;  // floats in one atomic addition
 
 // shared memory: rows x columns, bytes from row to row
 using DoutTile = SharedTile<BLOCK_Q, HEAD_DIM_V, 272>;
@@ -96,5 +94,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_delt
   }
   store_rows<Product>(args.delta.at(batch, head, q_start), delta_row, args.seqlen_q - q_start);
   store_rows<Product>(args.lse_log2.at(batch, head, q_start), lse_log2_row, args.seqlen_q - q_start);
-
 }

@@ -89,5 +89,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_delt
   }
   store_rows<Product>(args.delta.at(batch, head, q_start), delta_row, args.seqlen_q - q_start);
   store_rows<Product>(args.lse_log2.at(batch, head, q_start), lse_log2_row, args.seqlen_q - q_start);
-
 }

@@ -96,13 +96,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   // later blocks are not seen
   const int last_kv_block = min((args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV, max(q_start + (args.seqlen_k - args.seqlen_q) + (BLOCK_Q - 1) + BLOCK_KV, 0) / BLOCK_KV);
   if (0 < last_kv_block) {
-    copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, 0), args.k.row_stride, args.seqlen_k - 0);
-
+    copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, 0), args.k.row_stride, args.seqlen_k);
   }
   commit_group();
   if (0 < last_kv_block) {
-    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, 0), args.v.row_stride, args.seqlen_k - 0);
-
+    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, 0), args.v.row_stride, args.seqlen_k);
   }
   commit_group();
   for (int kv_block = 0; kv_block < last_kv_block; ++kv_block) {
@@ -112,12 +110,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     __syncthreads();
     if (kv_block + 1 < last_kv_block) {
       copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile + (kv_block + 1) % 2 * KTile::BYTES, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
-
     }
     commit_group();
     if (kv_block + 1 < last_kv_block) {
       copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile + (kv_block + 1) % 2 * VTile::BYTES, args.v.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.v.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
-
     }
     commit_group();
     fill(s, 0.0f);
@@ -131,7 +127,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
           s[i][j] = kv_start + S::col(j) < args.seqlen_k && kv_start + S::col(j) <= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) ? s[i][j] : -INF;
         }
       }
-
     }
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
@@ -175,7 +170,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
       }
     }
     multiply_packed<element, OAcc, VTile, false>(o_acc, p_operand, v_tile + kv_block % 2 * VTile::BYTES);
-
   }
 
   // once, not in each step
@@ -203,5 +197,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   store_fragment<OAcc, OTile>(o_tile, o_out);
   __syncthreads();
   store_tile<OTile, TRUE_HEAD_DIM_V, THREADS>(args.o.at(batch, head, q_start), args.o.row_stride, args.seqlen_q - q_start, o_tile);
-
 }

@@ -127,9 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   fill(dv_acc, 0.0f);
   const int q_blocks = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
   if (0 < args.group * q_blocks) {
-    copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head_kv * args.group, 0), args.q.row_stride, args.seqlen_q - 0);
-    copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group, 0), args.seqlen_q - 0);
-
+    copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head_kv * args.group, 0), args.q.row_stride, args.seqlen_q);
+    copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group, 0), args.seqlen_q);
   }
   commit_group();
   // head_in_group x q_block
@@ -156,7 +155,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
           s[i][j] = kv_start + S::row(i) < args.seqlen_k ? s[i][j] : -INF;
         }
       }
-
     }
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
@@ -208,10 +206,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     if (step + 1 < args.group * q_blocks) {
       copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (step + 1) % q_blocks * BLOCK_Q), args.q.row_stride, args.seqlen_q - (step + 1) % q_blocks * BLOCK_Q);
       copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group + (step + 1) / q_blocks, (step + 1) % q_blocks * BLOCK_Q), args.seqlen_q - (step + 1) % q_blocks * BLOCK_Q);
-
     }
     commit_group();
-
   }
 
   #pragma unroll
@@ -236,5 +232,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   store_tile<DkTile, TRUE_HEAD_DIM, THREADS>(args.dk.at(batch, head_kv, kv_start), args.dk.row_stride, args.seqlen_k - kv_start, dk_tile);
   __syncthreads();
   store_tile<DvTile, TRUE_HEAD_DIM_V, THREADS>(args.dv.at(batch, head_kv, kv_start), args.dv.row_stride, args.seqlen_k - kv_start, dv_tile);
-
 }

@@ -93,8 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   fill(row_sum, 0.0f);
   fill(offset, 0.0f);
   if (0 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
-    copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, 0), args.k.row_stride, args.seqlen_k - 0);
-
+    copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, 0), args.k.row_stride, args.seqlen_k);
   }
   commit_group();
   for (int kv_block = 0; kv_block < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV; ++kv_block) {
@@ -111,7 +110,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     __syncthreads();
     if (kv_block + 1 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
       copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
-
     }
     commit_group();
     // only tiles on a boundary are masked
@@ -123,7 +121,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
           s[i][j] = kv_start + S::col(j) < args.seqlen_k ? s[i][j] : -INF;
         }
       }
-
     }
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
@@ -167,7 +164,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
       }
     }
     multiply_packed<element, OAcc, VTile, false>(o_acc, p_operand, v_tile);
-
   }
 
   // once, not in each step
@@ -195,5 +191,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   store_fragment<OAcc, OTile>(o_tile, o_out);
   __syncthreads();
   store_tile<OTile, TRUE_HEAD_DIM_V, THREADS>(args.o.at(batch, head, q_start), args.o.row_stride, args.seqlen_q - q_start, o_tile);
-
 }

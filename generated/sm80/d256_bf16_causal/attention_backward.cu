@@ -131,7 +131,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   if (0 < args.group * q_blocks) {
     copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), args.q.row_stride, args.seqlen_q - first_q_block * BLOCK_Q);
     copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), args.seqlen_q - first_q_block * BLOCK_Q);
-
   }
   commit_group();
   // head_in_group x q_block
@@ -158,7 +157,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
           s[i][j] = kv_start + S::row(i) < args.seqlen_k && kv_start + S::row(i) <= q_start + S::col(j) + (args.seqlen_k - args.seqlen_q) ? s[i][j] : -INF;
         }
       }
-
     }
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
@@ -210,10 +208,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     if (step + 1 < args.group * q_blocks) {
       copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.q.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
       copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
-
     }
     commit_group();
-
   }
 
   #pragma unroll
@@ -238,5 +234,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   store_tile<DkTile, TRUE_HEAD_DIM, THREADS>(args.dk.at(batch, head_kv, kv_start), args.dk.row_stride, args.seqlen_k - kv_start, dk_tile);
   __syncthreads();
   store_tile<DvTile, TRUE_HEAD_DIM_V, THREADS>(args.dv.at(batch, head_kv, kv_start), args.dv.row_stride, args.seqlen_k - kv_start, dv_tile);
-
 }

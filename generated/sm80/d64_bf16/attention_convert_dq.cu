@@ -65,5 +65,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_conv
   store_fragment<DqAcc, DqTile>(dq_tile, dq_out);
   __syncthreads();
   store_tile<DqTile, TRUE_HEAD_DIM, THREADS>(args.dq.at(batch, head, q_start), args.dq.row_stride, args.seqlen_q - q_start, dq_tile);
-
 }

@@ -93,13 +93,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   fill(row_sum, 0.0f);
   fill(offset, 0.0f);
   if (0 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
-    copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, 0), args.k.row_stride, args.seqlen_k - 0);
-
+    copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile, args.k.at(batch, head_kv, 0), args.k.row_stride, args.seqlen_k);
   }
   commit_group();
   if (0 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
-    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, 0), args.v.row_stride, args.seqlen_k - 0);
-
+    copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile, args.v.at(batch, head_kv, 0), args.v.row_stride, args.seqlen_k);
   }
   commit_group();
   for (int kv_block = 0; kv_block < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV; ++kv_block) {
@@ -109,12 +107,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     __syncthreads();
     if (kv_block + 1 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
       copy_tile_async<KTile, TRUE_HEAD_DIM, THREADS>(k_tile + (kv_block + 1) % 2 * KTile::BYTES, args.k.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.k.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
-
     }
     commit_group();
     if (kv_block + 1 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
       copy_tile_async<VTile, TRUE_HEAD_DIM_V, THREADS>(v_tile + (kv_block + 1) % 2 * VTile::BYTES, args.v.at(batch, head_kv, (kv_block + 1) * BLOCK_KV), args.v.row_stride, args.seqlen_k - (kv_block + 1) * BLOCK_KV);
-
     }
     commit_group();
     fill(s, 0.0f);
@@ -128,7 +124,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
           s[i][j] = kv_start + S::col(j) < args.seqlen_k ? s[i][j] : -INF;
         }
       }
-
     }
     #pragma unroll
     for (int i = 0; i < S::ROWS; ++i) {
@@ -172,7 +167,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
       }
     }
     multiply_packed<element, OAcc, VTile, false>(o_acc, p_operand, v_tile + kv_block % 2 * VTile::BYTES);
-
   }
 
   // once, not in each step
@@ -200,5 +194,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   store_fragment<OAcc, OTile>(o_tile, o_out);
   __syncthreads();
   store_tile<OTile, TRUE_HEAD_DIM_V, THREADS>(args.o.at(batch, head, q_start), args.o.row_stride, args.seqlen_q - q_start, o_tile);
-
 }
