@@ -11,7 +11,7 @@ from typing import Any
 
 from flashgen import build, debug
 from flashgen.ir.printer import kernel_text
-from flashgen.plan.arch import Arch, for_capability, parse_arch
+from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch
 from flashgen.plan.plan import Plan
 from flashgen.runtime import interpret, launch
 from flashgen.runtime.arrays import Library, library_of
@@ -23,6 +23,8 @@ LAYOUTS = ("bshd", "bhsd")
 TARGETS = ("auto", "cuda", "interpret")
 LOG2_E = math.log2(math.e)
 BOUND_LIMIT = 4096
+VECTORS = ("lse", "dlse")  # float32 (batch, heads, seqlen_q)
+RESULTS = ("o", "dout", *VECTORS)  # what the backward is given besides the forward's inputs
 
 
 def compile(
@@ -40,7 +42,8 @@ def compile(
 
     head_dim, head_dim_v: multiples of 8 from 8 to 256; head_dim_v is head_dim where None.
     causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q.
-    dtype: "bfloat16", "float16" or the torch dtype. layout: "bshd" (batch, seqlen, heads, head_dim) or "bhsd".
+    dtype: "bfloat16", "float16", or the torch or NumPy dtype.
+    layout: "bshd" (batch, seqlen, heads, head_dim) or "bhsd".
     arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90" or "sm_120"; None is the current GPU's, or sm_80 without one.
     target: "cuda", "interpret" (the CPU interpreter), or "auto": by where the arrays are.
     deterministic: the backward repeats bit for bit, at the price of computing the scores twice.
@@ -82,14 +85,11 @@ def attention(
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     library = library_of(q)
-    shape: Any = getattr(v, "shape", ())
-    kernel = compile(
-        head_dim=q.shape[-1] if len(q.shape) else 0,
-        causal=causal,
-        head_dim_v=shape[-1] if len(shape) else None,
-        dtype=library.dtype_name(q),
-        layout=layout,
-    )
+    library_of(v, "v")
+    check_dimensions("q", q)
+    check_dimensions("v", v)
+    dtype = library.dtype_name(q)
+    kernel = compile(q.shape[3], causal, head_dim_v=v.shape[3], dtype=dtype, layout=layout)
     return kernel(q, k, v, scale=scale, return_lse=return_lse)
 
 
@@ -172,12 +172,17 @@ class Kernel:
 
     @property
     def source(self) -> Mapping[str, str]:
-        """The CUDA text of each kernel, by name."""
+        """The CUDA text of each kernel, by name. Raises ValueError for the made-up chip "toy"."""
+        check_real(self.arch)
         return {name: stages.source.text for name, stages in self._stages.items()}
 
     @property
     def report(self) -> Mapping[str, KernelReport]:
-        """Registers, spills, shared memory and compile seconds of each kernel, by name; compiles with NVRTC."""
+        """Registers, spills, shared memory and compile seconds of each kernel, by name; compiles with NVRTC.
+
+        Raises ValueError for the made-up chip "toy".
+        """
+        check_real(self.arch)
         every = programs("forward", self.spec, self.arch) + programs("backward", self.spec, self.arch)
         return {program.name: KernelReport.of(program) for program in every}
 
@@ -200,7 +205,7 @@ class Kernel:
     def forward(self, q: Any, k: Any, v: Any, *, scale: float | None = None) -> tuple[Any, Any]:
         """o and lse, without autograd."""
         library = library_of(q)
-        bound = self._bind(library, "forward", (q, k, v), scale)
+        bound = self._bind(library, "forward", {"q": q, "k": k, "v": v}, scale)
         o = library.empty(bound.o_shape, q)
         lse = library.empty(bound.lse_shape, q, float32=True)
         if bound.launches is None:
@@ -215,15 +220,19 @@ class Kernel:
     ) -> tuple[Any, Any, Any]:
         """dq, dk, dv from the forward's inputs and outputs, the gradient of o, and (optionally) that of lse.
 
-        dout: like o. dlse: float32 (batch, heads, seqlen_q), or None for zero.
+        o, dout: (batch, seqlen_q, heads, head_dim_v) in this kernel's layout and type. lse, dlse: float32
+        (batch, heads, seqlen_q), dlse None for zero. Where a kernel cannot read one of these in place it is copied.
         """
         library = library_of(q)
-        dout = _contiguous_rows(library, dout)
-        bound = self._bind(library, "backward", (q, k, v, o, dout), scale)
-        dq, dk, dv = (library.empty(tuple(array.shape), q) for array in (q, k, v))
+        arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse}
+        if dlse is not None:
+            arrays["dlse"] = dlse
+        bound = self._bind(library, "backward", arrays, scale)
         if dlse is None:
-            dlse = library.zeros(bound.lse_shape, q)
-        arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse, "dlse": library.contiguous(dlse)}
+            arrays["dlse"] = library.zeros(bound.lse_shape, q)
+        for name in bound.copied:
+            arrays[name] = library.contiguous(arrays[name])
+        dq, dk, dv = (library.empty(tuple(array.shape), q) for array in (q, k, v))
         arrays |= {"dq": dq, "dk": dk, "dv": dv}
         if bound.launches is None:
             interpret.backward(self._interpreted(bound), library, self.layout, bound, arrays)
@@ -242,52 +251,53 @@ class Kernel:
     def _interpreted(self, bound: Call) -> tuple[build.Stages, ...]:
         return build.forward(self.spec, self.arch) + (build.backward(self.spec, self.arch) if bound.backward else ())
 
-    def _bind(self, library: Library, stage: str, arrays: tuple, scale: float | None) -> Call:
+    def _bind(self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None) -> Call:
         """The checked and bound call for arrays of these shapes, strides and alignment."""
         check_scale(scale, self.spec.head_dim)
-        pointers = 0
-        for array in arrays:
-            if library_of(array) is not library:
-                raise TypeError("q, k and v must be of one library; convert them")
-            pointers |= library.pointer(array)
-        key: tuple[Any, ...] = (stage, pointers % 16 == 0, scale, library.name, debug.interpret())
-        key += tuple((array.shape, library.strides(array), array.dtype, library.device(array)) for array in arrays)
-        call = self._bound.get(key)
+        key: list[Any] = [stage, scale, library.name, debug.interpret()]
+        for name, array in arrays.items():
+            if library_of(array, name) is not library:
+                raise TypeError(f"{name} is not of {library.name} as q is; convert all arrays to one library")
+            aligned = library.pointer(array) % 16 == 0
+            key.append((array.shape, library.strides(array), array.dtype, library.device(array), aligned))
+        known = tuple(key)
+        call = self._bound.get(known)
         if call is None:
-            call = self._prepare(library, stage, arrays, scale, pointers % 16 == 0)
+            call = self._prepare(library, stage, arrays, scale)
             if len(self._bound) >= BOUND_LIMIT:
                 self._bound.clear()
-            self._bound[key] = call
+            self._bound[known] = call
         return call
 
-    def _prepare(self, library: Library, stage: str, arrays: tuple, scale: float | None, aligned: bool) -> Call:
+    def _prepare(self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None) -> Call:
         """Check everything, and bind the programs."""
-        problem = check(self, library, *arrays[:3])
+        problem = check(self, library, arrays["q"], arrays["k"], arrays["v"])
         scale = check_scale(scale, self.spec.head_dim)
-        device = library.device(arrays[0])
+        device = library.device(arrays["q"])
         on_gpu = choose_target(self, device)
         o_shape = self._shape(problem.batch, problem.seqlen_q, problem.heads, self.spec.head_dim_v)
         lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
         call = Call(problem, scale, o_shape, lse_shape, device or 0, stage == "backward")
+        check_results(self, library, call, arrays)
+        call.copied = _unreadable(library, self.layout, arrays)
         if not on_gpu:
             return call
         assert device is not None
-        strides = [_row_strides(library.strides(array), self.layout) for array in arrays]
-        aligned = aligned and all(_aligned(array.shape, library.strides(array)) for array in arrays)
-        spec = replace(self.spec, aligned=aligned)
+        tiles = {name: array for name, array in arrays.items() if name not in (*VECTORS, *call.copied)}
+        strides = {name: _row_strides(library.strides(array), self.layout) for name, array in tiles.items()}
+        aligned = all(_aligned(library, array) and library.pointer(array) % 16 == 0 for array in tiles.values())
         arch = self._arch_for(device)
-        call.launches = self._launches(stage, self.programs(stage, spec, arch), call, strides)
+        made = self.programs(stage, replace(self.spec, aligned=aligned), arch)
+        call.launches = self._launches(stage, made, call, strides)
         return call
 
-    def _launches(self, stage: str, made: tuple[Program, ...], call: Call, strides: list) -> tuple[Bound, ...]:
+    def _launches(self, stage: str, made: tuple[Program, ...], call: Call, strides: dict) -> tuple[Bound, ...]:
         """Bind each program to the strides of its arrays, and note the workspaces."""
         problem = call.problem
         vector = (problem.heads * problem.seqlen_q, problem.seqlen_q)
-        known: dict[str, tuple[int, ...]] = dict(zip(("q", "k", "v"), strides, strict=False))
-        known |= dict.fromkeys(("lse", "dlse", "lse_log2", "delta"), vector)
-        known["o"] = _row_strides(_contiguous(call.o_shape), self.layout)
+        known: dict[str, tuple[int, ...]] = dict.fromkeys((*VECTORS, "lse_log2", "delta"), vector)
+        known |= dict.fromkeys(("o", "dout"), _row_strides(_contiguous(call.o_shape), self.layout)) | strides
         if stage == "backward":
-            known["o"], known["dout"] = strides[3], strides[4]
             for name, heads, seqlen, width in (
                 ("dq", problem.heads, problem.seqlen_q, self.spec.head_dim),
                 ("dk", problem.heads_kv, problem.seqlen_k, self.spec.head_dim),
@@ -311,6 +321,7 @@ class Kernel:
         own = for_capability(major, minor)
         if not self._pinned:
             return own
+        check_real(self.arch)
         if self.arch.capability[0] != major or self.arch.capability[1] > minor:
             raise ValueError(f"arch = {self.arch.name} does not run on this GPU; use {own.name} or arch=None")
         return self.arch
@@ -321,7 +332,10 @@ class Kernel:
 
 @dataclass
 class Call:
-    """One shape of call, ready: on the GPU with its launches, on the interpreter with none."""
+    """One shape of call, ready: on the GPU with its launches, on the interpreter with none.
+
+    copied: the backward's inputs that its kernels cannot read in place.
+    """
 
     problem: Problem
     scale: float
@@ -329,6 +343,7 @@ class Call:
     lse_shape: tuple[int, ...]
     device: int
     backward: bool
+    copied: tuple[str, ...] = ()
     launches: tuple[Bound, ...] | None = None
     workspaces: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -356,8 +371,7 @@ def check(kernel: Kernel, library: Library, q: Any, k: Any, v: Any) -> Problem:
     """The sizes of a call, or a ValueError that names the argument, the limit and what to do."""
     spec, layout = kernel.spec, kernel.layout
     for name, array in zip("qkv", (q, k, v), strict=True):
-        if len(array.shape) != 4:
-            raise ValueError(f"{name} has {len(array.shape)} dimensions; give it the four of layout {layout!r}")
+        check_dimensions(name, array)
         if library.dtype_name(array) != spec.dtype.name:
             found = library.dtype_name(array)
             raise ValueError(
@@ -383,9 +397,32 @@ def check(kernel: Kernel, library: Library, q: Any, k: Any, v: Any) -> Problem:
         raise ValueError(f"heads = {heads} exceed the {MAX_BLOCKS} of a grid; fold some of them into the batch")
     strides = tuple(_row_strides(library.strides(array), layout) for array in (q, k, v))
     for name, (_, _, row) in zip("qkv", strides, strict=True):
-        if not -(2**31) <= row < 2**31:
+        if not _in_reach(row):
             raise ValueError(f"{name}'s rows lie {row} elements apart, over 2^31 - 1; call .contiguous() on it")
     return Problem(q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], strides)
+
+
+def check_dimensions(name: str, array: Any) -> None:
+    """ValueError unless the array has the four dimensions of a layout."""
+    if len(array.shape) != 4:
+        raise ValueError(
+            f"{name} has {len(array.shape)} dimensions and needs 4, (batch, seqlen, heads, head_dim) or in layout "
+            "'bhsd' (batch, heads, seqlen, head_dim); reshape it, with 1 for those that it lacks"
+        )
+
+
+def check_results(kernel: Kernel, library: Library, call: Call, arrays: dict[str, Any]) -> None:
+    """ValueError unless o, lse and their gradients, where given, are like what the forward of these q, k, v gives."""
+    for name in filter(arrays.__contains__, RESULTS):
+        array, vector = arrays[name], name in VECTORS
+        shape, dtype = (call.lse_shape, "float32") if vector else (call.o_shape, kernel.spec.dtype.name)
+        like = "lse" if vector else "o"
+        if tuple(array.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(array.shape)}; give it that of the forward's {like}, {shape}")
+        if library.dtype_name(array) != dtype:
+            raise ValueError(f"{name} is {library.dtype_name(array)} but this kernel takes {dtype}; cast it to that")
+        if library.device(array) != library.device(arrays["q"]):
+            raise ValueError(f"{name} is on another device than q; move it to that of q, k and v")
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
@@ -418,13 +455,26 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _aligned(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _aligned(library: Library, array: Any) -> bool:
     """True where every row starts on a 16-byte boundary if the first does (elements of 2 bytes)."""
-    return all(size <= 1 or stride % 8 == 0 for size, stride in zip(shape[:3], strides[:3], strict=True))
+    sizes = zip(array.shape[:3], library.strides(array)[:3], strict=True)
+    return all(size <= 1 or stride % 8 == 0 for size, stride in sizes)
 
 
-def _contiguous_rows(library: Library, array: Any) -> Any:
-    """A gradient as it comes, copied only where its rows are not contiguous or not aligned."""
-    strides = library.strides(array)
-    usable = strides[-1] == 1 and _aligned(array.shape, strides) and library.pointer(array) % 16 == 0
-    return array if usable else library.contiguous(array)
+def _in_reach(row: int) -> bool:
+    """True where the kernels' 32-bit arithmetic holds the stride between rows."""
+    return -(2**31) <= row < 2**31
+
+
+def _unreadable(library: Library, layout: str, arrays: dict[str, Any]) -> tuple[str, ...]:
+    """The backward's inputs to copy: rows that are not contiguous, not aligned or too far apart; vectors with gaps."""
+    found = []
+    for name in filter(arrays.__contains__, RESULTS):
+        array, strides = arrays[name], library.strides(arrays[name])
+        if name in VECTORS:
+            readable = strides == _contiguous(array.shape)
+        else:
+            readable = strides[3] == 1 and _aligned(library, array) and _in_reach(_row_strides(strides, layout)[2])
+        if not readable:
+            found.append(name)
+    return tuple(found)

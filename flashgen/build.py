@@ -14,19 +14,26 @@ from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.printer import kernel_text
 from flashgen.plan import planner
-from flashgen.plan.arch import TOY, Arch
+from flashgen.plan.arch import TOY, Arch, check_real
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Every stage of one kernel."""
+    """Every stage of one kernel. `emitted` is None for the made-up chip."""
 
     tile: Kernel
     plan: Plan
     machine: Kernel
-    source: Source
+    emitted: Source | None
+
+    @property
+    def source(self) -> Source:
+        """The CUDA. Raises ValueError for the made-up chip, which has none."""
+        check_real(self.plan.arch)
+        assert self.emitted is not None
+        return self.emitted
 
 
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
@@ -87,7 +94,7 @@ def _finish(kernel: Kernel, plan: Plan, spec: Spec) -> Stages:
         last[0] = after
 
     machine = lower.run(kernel, plan, watch)
-    source = cuda(machine, plan, spec) if plan.arch.name != TOY.name else Source(kernel.name, "", ())
-    if watching:
+    source = cuda(machine, plan, spec) if plan.arch.name != TOY.name else None
+    if watching and source is not None:
         debug.show(4, "cu", kernel.name, source.text)
     return Stages(kernel, plan, machine, source)

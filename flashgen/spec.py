@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashgen.ir.dtype import BF16, STORAGE, DType
 
@@ -29,9 +31,8 @@ class Spec:
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, not {value!r}")
+            value = parse_integer(name, getattr(self, name))
+            object.__setattr__(self, name, value)
             if value < 8 or value > MAX_HEAD_DIM or value % 8:
                 raise ValueError(
                     f"{name} = {value} must be a multiple of 8 from 8 to {MAX_HEAD_DIM}; pad the last axis"
@@ -48,9 +49,21 @@ class Spec:
         return "_".join([dims, self.dtype.cuda, *flags])
 
 
-def parse_dtype(dtype: object) -> DType:
-    """A DType from "bfloat16", "float16", a torch or NumPy dtype, or a DType."""
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+def parse_integer(name: str, value: Any) -> int:
+    """An int from a Python or NumPy integer, or from what else counts as an index; TypeError for a bool too."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} = {value!r} is not an integer; use a multiple of 8 from 8 to {MAX_HEAD_DIM}")
+
+
+def parse_dtype(dtype: Any) -> DType:
+    """A DType from "bfloat16", "float16", a torch or NumPy dtype, NumPy's class of that name, or a DType."""
+    name = dtype.__name__ if isinstance(dtype, type) else str(getattr(dtype, "name", dtype)).removeprefix("torch.")
     if name in STORAGE:
         return STORAGE[name]
-    raise ValueError(f"dtype = {name} is not supported; use bfloat16 or float16")
+    raise ValueError(
+        f"dtype = {name} is not supported; use 'bfloat16' or 'float16', or a torch or NumPy dtype of these"
+    )

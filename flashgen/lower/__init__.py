@@ -33,7 +33,11 @@ def tile(kernel: Kernel) -> Kernel:
 
 
 def run(kernel: Kernel, plan: Plan, watch: Callable[[str, Kernel], None] = lambda name, kernel: None) -> Kernel:
-    """The MACHINE kernel; each pass is verified, then shown to `watch` under its name."""
+    """The MACHINE kernel; each pass is shown to `watch` under its name.
+
+    Verified are the TILE kernel after each pass that leaves it one, and the MACHINE kernel once, after the last pass:
+    between the passes that select instructions and that place barriers it is not yet free of hazards.
+    """
     for step in (*TILE_PASSES, *FAMILIES[plan.arch.family]):
         kernel = step(kernel, plan) if step not in (masks.skip_blocks, masks.guard_masks) else step(kernel)
         if kernel.level is Level.TILE:

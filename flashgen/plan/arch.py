@@ -99,6 +99,12 @@ def parse_arch(name: str) -> Arch:
     raise ValueError(f"arch = {name!r} is not known; use one of {', '.join(ARCHES)}")
 
 
+def check_real(arch: Arch) -> None:
+    """ValueError for the made-up chip."""
+    if arch.name == TOY.name:
+        raise ValueError(f"arch = 'toy' is made up and has no CUDA; its IR and plan show, or use {', '.join(ARCHES)}")
+
+
 def for_capability(major: int, minor: int) -> Arch:
     """The record that runs on a compute capability: its own, or the nearest older one of the same major version."""
     found = [arch for arch in ARCHES.values() if arch.capability[0] == major and arch.capability[1] <= minor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
@@ -95,10 +96,21 @@ class Library:
 LIBRARIES = {name: Library(name) for name in ("torch", "cupy", "numpy")}
 
 
-def library_of(array: Any) -> Library:
-    """The library that an array belongs to; TypeError for anything else."""
-    for base in type(array).__mro__:
-        library = LIBRARIES.get(base.__module__.partition(".")[0])
-        if library is not None and hasattr(array, "shape"):
-            return library
-    raise TypeError(f"q, k and v must be torch tensors, CuPy or NumPy arrays, not {type(array).__name__}")
+def library_of(array: Any, name: str = "q") -> Library:
+    """The library that an array belongs to; TypeError, with the name of the argument, for anything else."""
+    library = _library_of_type(type(array))  # type: ignore[arg-type]
+    if library is None:
+        kind = type(array).__name__
+        raise TypeError(f"{name} is of type {kind}; give a torch tensor, a CuPy or a NumPy array like q, k and v")
+    return library
+
+
+@cache
+def _library_of_type(kind: type) -> Library | None:
+    """By the module of a base; scalars and other classes of these libraries are no arrays."""
+    if hasattr(kind, "shape") and hasattr(kind, "__setitem__"):
+        for base in kind.__mro__:
+            library = LIBRARIES.get(base.__module__.partition(".")[0])
+            if library is not None:
+                return library
+    return None

@@ -54,6 +54,16 @@ def test_bad_options_are_refused_in_one_sentence(bad):
     assert "Traceback" not in run.stderr and bad[-1] in run.stderr
 
 
+def test_the_made_up_chip_shows_all_but_cuda():
+    toy = ("show", "--head-dim", "8", "--arch", "toy")
+    for kernel in ("forward", "all"):
+        run = flashgen(*toy, "--kernel", kernel)
+        assert run.returncode != 0 and not run.stdout.strip()
+        assert "Traceback" not in run.stderr and "toy" in run.stderr and len(run.stderr.splitlines()) == 1
+    for stage in ("--ir", "--machine", "--plan", "--passes"):
+        assert "attention_forward" in output(*toy, stage)
+
+
 def test_env_knows_what_is_there():
     text = output("env")
     assert "FLASHGEN_CACHE_DIR" in text and "numpy" in text.lower()

@@ -79,6 +79,37 @@ def test_dtype_may_be_a_torch_dtype():
         assert flashgen.compile(64, dtype=dtype).spec == flashgen.compile(64, dtype=name).spec
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.dtype("float16"), np.zeros(1, np.float16).dtype], ids=repr)
+def test_dtype_may_be_a_numpy_dtype(dtype):
+    assert flashgen.compile(64, dtype=dtype).spec == flashgen.compile(64, dtype="float16").spec
+
+
+class Index:
+    """What else counts as an integer."""
+
+    def __index__(self):
+        return 64
+
+
+@pytest.mark.parametrize("integer", [np.int64(64), np.uint8(64), np.array(64), Index()], ids=lambda x: type(x).__name__)
+def test_head_dims_may_be_any_integer(integer):
+    kernel = flashgen.compile(integer, head_dim_v=integer)
+    assert kernel is flashgen.compile(64)
+    assert type(kernel.spec.head_dim) is type(kernel.spec.head_dim_v) is int
+
+
+def test_the_made_up_chip_shows_all_but_cuda():
+    kernel = flashgen.compile(8, arch="toy")
+    assert all(text.strip() for stage in (kernel.ir, kernel.machine_ir) for text in stage.values())
+    assert set(kernel.plan) == set(kernel.ir) and "toy" in kernel.explain()
+    for name in ("source", "report"):
+        with pytest.raises(ValueError, match=r"arch = 'toy' is made up .* use sm_80") as caught:
+            getattr(kernel, name)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(ValueError, match="arch = 'toy' is made up"):
+            getattr(flashgen.compile(128, arch="toy"), name)  # which would not fit on it either
+
+
 def test_compiling_twice_costs_nothing():
     first = flashgen.compile(64, arch="sm_80")
     texts(first)

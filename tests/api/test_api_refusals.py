@@ -56,9 +56,11 @@ def test_head_dim(head_dim):
     refused(flashgen.compile, 64, True, head_dim_v=head_dim, mentions=["head_dim_v", str(head_dim)])
 
 
-@pytest.mark.parametrize("head_dim", ["128", 128.0, None, True])
+@pytest.mark.parametrize("head_dim", ["128", 128.0, np.float32(128), None, True, np.True_, [128]])
 def test_head_dim_is_an_integer(head_dim):
-    refused(flashgen.compile, head_dim, mentions="head_dim")
+    refused(flashgen.compile, head_dim, mentions=["head_dim", "multiple of 8"])
+    if head_dim is not None:
+        refused(flashgen.compile, 64, head_dim_v=head_dim, mentions=["head_dim_v", "multiple of 8"])
 
 
 @pytest.mark.parametrize("dim", [12, 100, 264])
@@ -66,9 +68,24 @@ def test_head_dim_of_arrays(dim):
     refused(flashgen.attention, *arrays(*[(1, 4, 2, dim)] * 3), mentions=["head_dim", str(dim)])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "half precision", np.float32])
+WRONG_DTYPES = [
+    "float32",
+    "int8",
+    "half precision",
+    "bf16",
+    "fp16",
+    "half",
+    "",
+    None,
+    np.float32,
+    np.dtype("f8"),
+    float,
+]
+
+
+@pytest.mark.parametrize("dtype", WRONG_DTYPES, ids=str)
 def test_dtype(dtype):
-    refused(flashgen.compile, 64, dtype=dtype, mentions="dtype")
+    refused(flashgen.compile, 64, dtype=dtype, mentions=["dtype = ", "'bfloat16'", "'float16'"])
 
 
 def test_torch_dtype():
@@ -147,6 +164,22 @@ def test_shapes_that_disagree(kernel, shapes, mentions):
 def test_shapes_that_are_not_the_kernels(kernel):
     refused(kernel, *arrays(*[(2, 5, 2, 32)] * 3), mentions=["head_dim", "32", "16"])
     refused(kernel, *arrays((2, 5, 2, 16), (2, 5, 2, 16), (2, 5, 2, 32)), mentions=["v", "head_dim", "32", "16"])
+
+
+@pytest.mark.parametrize("dimensions", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_other_than_four_dimensions(kernel, position, dimensions):
+    given = good()
+    given[position] = np.zeros((1, 2, 5, 4, 16)[5 - dimensions :], np.float16)
+    both_ways(kernel, *given, mentions=[f"{'qkv'[position]} has {dimensions} dimensions", "batch", "head_dim"])
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("wrong", [None, [[1.0]], np.float16(1), np.float16], ids=repr)
+def test_every_argument_is_an_array(kernel, position, wrong):
+    given = good()
+    given[position] = wrong
+    both_ways(kernel, *given, mentions=[f"{'qkv'[position]} is ", "numpy"])
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])

@@ -9,7 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from flashgen import build, catalog
+from flashgen.plan.arch import ARCHES
 from flashgen.runtime import cache, compile
+from flashgen.spec import Spec
 
 pytest.importorskip("cupy")
 
@@ -50,6 +53,20 @@ def test_a_small_kernel_compiles(arch, caplog):
     assert re.search(rf"compiled small for {arch} in .* s: {report.registers} registers, 0 \+ 0 bytes", caplog.text)
     again = compile.nvrtc(source(), arch)
     assert again.report.cached and again.image == cubin.image and again.report.seconds == report.seconds
+
+
+UNCATALOGED = [arch for arch in ARCHES.values() if arch not in catalog.COMPILED]  # sm_87
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize("arch", UNCATALOGED, ids=lambda arch: arch.name)
+def test_chips_that_generate_leaves_out_compile(arch, stage):
+    """`make generate` compiles for the other chips; here one kernel of each kind, and neither may spill."""
+    spec = Spec(128, 128, causal=True)
+    stages = {"forward": build.forward(spec, arch)[0], "backward": build.backward(spec, arch)[1]}[stage]
+    cubin = compile.nvrtc(stages.source, arch.target)
+    assert (cubin.name, cubin.arch, cubin.image[:4]) == (f"attention_{stage}", arch.name, b"\x7fELF")
+    assert (cubin.report.spill_stores, cubin.report.spill_loads) == (0, 0)
 
 
 def test_spills_are_seen():

@@ -771,3 +771,15 @@ def test_products_must_fit_their_instructions(name, change, reason):
     wrong = stages.machine.with_buffer(replace(stages.machine.buffer(name), **change))
     with pytest.raises(verify.VerifyError, match=reason):
         verify_machine(wrong, stages.plan)
+
+
+def test_each_tile_pass_is_verified_and_the_machine_kernel_once(monkeypatch):
+    """The docstring of `lower.run`: every kernel of TILE level that a pass leaves, and the last of all."""
+    stages = build.forward(SPEC, parse_arch("sm_80"))[0]
+    verified, shown = [], []
+    monkeypatch.setattr(verify, "tile", verified.append)
+    monkeypatch.setattr(lower, "verify_machine", lambda kernel, plan: verified.append(kernel))
+    machine = lower.run(stages.tile, stages.plan, lambda name, kernel: shown.append(kernel))
+    tiles = [kernel for kernel in shown if kernel.level is Level.TILE]
+    assert len(tiles) >= len(lower.TILE_PASSES) and machine is shown[-1]
+    assert [id(kernel) for kernel in verified] == [id(kernel) for kernel in (*tiles, machine)]
