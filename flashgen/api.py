@@ -7,17 +7,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flashgen import build, debug
-from flashgen.ir.printer import kernel_text
+from flashgen import debug
 from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch
-from flashgen.plan.plan import Plan
-from flashgen.runtime import interpret, launch
+from flashgen.runtime import launch
 from flashgen.runtime.arrays import Library, library_of
-from flashgen.runtime.compile import Report
-from flashgen.runtime.program import MAX_BLOCKS, Bound, Program
+from flashgen.runtime.launch import MAX_BLOCKS
 from flashgen.spec import Spec, parse_dtype
+
+if TYPE_CHECKING:  # the compiler is imported when there is something to compile: it is most of the import time
+    from flashgen import build
+    from flashgen.plan.plan import Plan
+    from flashgen.runtime.compile import Report
+    from flashgen.runtime.program import Bound, Program
 
 LAYOUTS = ("bshd", "bhsd")
 TARGETS = ("auto", "cuda", "interpret")
@@ -104,12 +107,16 @@ def current_arch() -> Arch:
 @cache
 def programs(stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
     """The programs of "forward" or "backward"; one object for each spec and chip in the process."""
+    from flashgen import build
+
     made = build.forward(spec, arch) if stage == "forward" else build.backward(spec, arch)
     return tuple(_program(stages) for stages in made)
 
 
 @cache
 def _program(stages: build.Stages) -> Program:
+    from flashgen.runtime.program import Program
+
     return Program(stages)
 
 
@@ -153,6 +160,8 @@ class Kernel:
 
     @cached_property
     def _stages(self) -> dict[str, build.Stages]:
+        from flashgen import build
+
         return build.everything(self.spec, self.arch)
 
     @property
@@ -163,12 +172,12 @@ class Kernel:
     @property
     def ir(self) -> Mapping[str, str]:
         """The TILE text of each kernel, by name."""
-        return {name: kernel_text(stages.tile) for name, stages in self._stages.items()}
+        return {name: stages.tile_text for name, stages in self._stages.items()}
 
     @property
     def machine_ir(self) -> Mapping[str, str]:
         """The MACHINE text of each kernel, by name."""
-        return {name: kernel_text(stages.machine) for name, stages in self._stages.items()}
+        return {name: stages.machine_text for name, stages in self._stages.items()}
 
     @property
     def source(self) -> Mapping[str, str]:
@@ -209,6 +218,8 @@ class Kernel:
         o = library.empty(bound.o_shape, q)
         lse = library.empty(bound.lse_shape, q, float32=True)
         if bound.launches is None:
+            from flashgen.runtime import interpret
+
             interpret.forward(self._interpreted(bound), library, self.layout, bound, (q, k, v), (o, lse))
             return o, lse
         pointers = [library.pointer(array) for array in (q, k, v, o, lse)]
@@ -235,6 +246,8 @@ class Kernel:
         dq, dk, dv = (library.empty(tuple(array.shape), q) for array in (q, k, v))
         arrays |= {"dq": dq, "dk": dk, "dv": dv}
         if bound.launches is None:
+            from flashgen.runtime import interpret
+
             interpret.backward(self._interpreted(bound), library, self.layout, bound, arrays)
             return dq, dk, dv
         for name, shape in bound.workspaces.items():
@@ -249,6 +262,8 @@ class Kernel:
         return programs(stage, spec, arch)
 
     def _interpreted(self, bound: Call) -> tuple[build.Stages, ...]:
+        from flashgen import build
+
         return build.forward(self.spec, self.arch) + (build.backward(self.spec, self.arch) if bound.backward else ())
 
     def _bind(self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None) -> Call:

@@ -29,6 +29,16 @@ class Stages:
     emitted: Source | None
 
     @property
+    def tile_text(self) -> str:
+        """The TILE kernel as text."""
+        return kernel_text(self.tile)
+
+    @property
+    def machine_text(self) -> str:
+        """The MACHINE kernel as text."""
+        return kernel_text(self.machine)
+
+    @property
     def source(self) -> Source:
         """The CUDA. Raises ValueError for the made-up chip, which has none."""
         check_real(self.plan.arch)

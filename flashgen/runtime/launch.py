@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashgen.runtime.compile import Cubin
 
+MAX_BLOCKS = 65535  # along y and z of a grid; along x it is 2^31 - 1
 SHARED_WITHOUT_ASKING = 48 * 1024  # bytes of dynamic shared memory that need no attribute on the function
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MULTIPROCESSORS, MAJOR, MINOR = 16, 75, 76  # cudaDevAttrMultiProcessorCount, ...ComputeCapabilityMajor, ...Minor

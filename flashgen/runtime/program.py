@@ -12,10 +12,9 @@ from flashgen.ir.dtype import I32
 from flashgen.ir.expr import evaluate
 from flashgen.ir.nodes import Space
 from flashgen.runtime.compile import Cubin, nvrtc
-from flashgen.runtime.launch import Launcher
+from flashgen.runtime.launch import MAX_BLOCKS, Launcher
 
 Strides = Sequence[int]
-MAX_BLOCKS = 65535  # along y and z of a grid; along x it is 2^31 - 1
 
 
 class Program:

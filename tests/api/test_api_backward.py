@@ -7,6 +7,7 @@ import pytest
 
 import flashgen
 from flashgen import api
+from flashgen.runtime import interpret
 from flashgen.runtime.arrays import LIBRARIES
 
 GIVEN = ("o", "dout", "lse", "dlse")
@@ -52,8 +53,8 @@ def refused(kernel, given, name, *mentions):
 def runs(monkeypatch):
     """How often a backward came as far as the interpreter."""
     begun = []
-    run = api.interpret.backward
-    monkeypatch.setattr(api.interpret, "backward", lambda *args: (begun.append(args), run(*args)))
+    run = interpret.backward
+    monkeypatch.setattr(interpret, "backward", lambda *args: (begun.append(args), run(*args)))
     return begun
 
 

@@ -155,3 +155,9 @@ def test_import_is_light():
         if best < 0.3:
             return
     pytest.fail(f"import flashgen takes {best:.2f} s")
+
+
+def test_the_function_keeps_its_name_when_its_package_is_imported():
+    """flashgen.attention is a function, and the package of the loop nests, which is imported at the first use."""
+    code = "import flashgen; flashgen.compile(16).ir; assert callable(flashgen.attention), flashgen.attention"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
