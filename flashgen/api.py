@@ -61,6 +61,8 @@ def compile(
         raise ValueError(f"layout = {layout!r} is not known; use 'bshd' or 'bhsd'")
     if target not in TARGETS:
         raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
+    if debug.interpret():
+        target = "interpret"
     spec = Spec(head_dim, head_dim if head_dim_v is None else head_dim_v, parse_dtype(dtype), causal, deterministic)
     return _kernel(spec, current_arch() if arch is None else parse_arch(arch), layout, target, arch is not None)
 
@@ -269,12 +271,12 @@ class Kernel:
     def _bind(self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None) -> Call:
         """The checked and bound call for arrays of these shapes, strides and alignment."""
         check_scale(scale, self.spec.head_dim)
-        key: list[Any] = [stage, scale, library.name, debug.interpret()]
+        key: list[Any] = [stage, scale, library.name]
         for name, array in arrays.items():
             if library_of(array, name) is not library:
                 raise TypeError(f"{name} is not of {library.name} as q is; convert all arrays to one library")
             aligned = library.pointer(array) % 16 == 0
-            key.append((array.shape, library.strides(array), array.dtype, library.device(array), aligned))
+            key.append((array.shape, library.strides(array), array.dtype, library.place(array), aligned))
         known = tuple(key)
         call = self._bound.get(known)
         if call is None:
@@ -455,7 +457,7 @@ def choose_target(kernel: Kernel, device: int | None) -> bool:
     """True to launch on the GPU, False to interpret."""
     if kernel.target == "cuda" and device is None:
         raise ValueError("target = 'cuda' but q is on the host; move q, k and v to a GPU or use target='auto'")
-    return device is not None and kernel.target != "interpret" and not debug.interpret()
+    return device is not None and kernel.target != "interpret"
 
 
 def _row_strides(strides: tuple[int, ...], layout: str) -> tuple[int, int, int]:

@@ -56,17 +56,30 @@ def loop_statements(kernel: Kernel) -> Iterator[Stmt]:
             yield stmt
 
 
+def _looped(kernel: Kernel) -> list[tuple[Stmt, int]]:
+    """The loop's statements, each with the functions that it evaluates for an element: counted once a kernel."""
+    known = vars(kernel).get("_looped")
+    if known is None:
+        known = [(stmt, _functions(stmt)) for stmt in loop_statements(kernel)]
+        vars(kernel)["_looped"] = known
+    return known
+
+
+def _functions(stmt: Stmt) -> int:
+    return sum(isinstance(node, Unary) for node in walk(stmt.expr)) if isinstance(stmt, Map) else 0
+
+
 def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int) -> Step:
     """The work of one step of the kernel's innermost loop."""
     flops = shared_bytes = exponentials = elements = traffic = 0
-    for stmt in loop_statements(kernel):
+    for stmt, functions in _looped(kernel):
         if isinstance(stmt, Gemm):
             flops += gemm_flops(kernel, stmt, sizes)
             shared_bytes += gemm_shared_bytes(kernel, stmt, sizes, layouts)
         elif isinstance(stmt, Map):
             size = _elements(kernel.buffer(stmt.dst), sizes)
             elements += size
-            exponentials += size * sum(isinstance(node, Unary) for node in walk(stmt.expr))
+            exponentials += size * functions
         elif isinstance(stmt, Copy) and isinstance(stmt.src, Window):
             traffic += _bytes(kernel.buffer(name_of(stmt.dst)), sizes)
         elif isinstance(stmt, Copy):

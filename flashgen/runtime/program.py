@@ -15,6 +15,7 @@ from flashgen.runtime.compile import Cubin, nvrtc
 from flashgen.runtime.launch import MAX_BLOCKS, Launcher
 
 Strides = Sequence[int]
+ADDRESS = struct.Struct("<Q")
 
 
 class Program:
@@ -86,6 +87,6 @@ class Bound:
         for first in range(0, batches, MAX_BLOCKS):
             args = bytearray(self.template)
             for offset, pointer, step in zip(self.offsets, pointers, self.batch_bytes, strict=True):
-                args[offset : offset + 8] = (pointer + first * step).to_bytes(8, "little")
+                ADDRESS.pack_into(args, offset, pointer + first * step)
             grid = (blocks, heads, min(batches - first, MAX_BLOCKS))
             self.program.launcher(grid, bytes(args), stream, device)
