@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # the compiler is imported when there is something to compile
     from flashgen.runtime.program import Bound, Program
 
 LAYOUTS = ("bshd", "bhsd")
+log = logging.getLogger("flashgen")
 TARGETS = ("auto", "cuda", "interpret")
 LOG2_E = math.log2(math.e)
 BOUND_LIMIT = 4096
@@ -131,6 +133,8 @@ class Problem:
     heads_kv: int
     seqlen_q: int
     seqlen_k: int
+    head_dim: int
+    head_dim_v: int
     strides: tuple[tuple[int, int, int], ...]
 
     def scalars(self, scale: float) -> dict[str, int | float]:
@@ -142,6 +146,8 @@ class Problem:
             "seqlen_q": self.seqlen_q,
             "seqlen_k": self.seqlen_k,
             "scale": scale,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
             "scale_log2": scale * LOG2_E,
         }
 
@@ -304,6 +310,9 @@ class Kernel:
         strides = {name: _row_strides(library.strides(array), self.layout) for name, array in tiles.items()}
         aligned = all(_aligned(library, array) and library.pointer(array) % 16 == 0 for array in tiles.values())
         arch = self._arch_for(device)
+        if arch.portable and any(step <= 0 for name in "qkv" for step in strides[name]):
+            log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
+            arch = parse_arch(arch.portable)
         made = self.programs(stage, replace(self.spec, aligned=aligned), arch)
         call.launches = self._launches(stage, made, call, strides)
         return call
@@ -416,7 +425,8 @@ def check(kernel: Kernel, library: Library, q: Any, k: Any, v: Any) -> Problem:
     for name, (_, _, row) in zip("qkv", strides, strict=True):
         if not _in_reach(row):
             raise ValueError(f"{name}'s rows lie {row} elements apart, over 2^31 - 1; call .contiguous() on it")
-    return Problem(q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], strides)
+    sizes = (q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], spec.head_dim, spec.head_dim_v)
+    return Problem(*sizes, strides)
 
 
 def check_dimensions(name: str, array: Any) -> None:

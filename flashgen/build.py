@@ -14,9 +14,11 @@ from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.printer import kernel_text
 from flashgen.plan import planner
-from flashgen.plan.arch import TOY, Arch, check_real
+from flashgen.plan.arch import TOY, Arch, check_real, parse_arch
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
+
+SM90_KERNELS = ("attention_forward",)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,12 @@ class Stages:
         return self.emitted
 
 
+def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
+    """The record to plan a kernel for: the portable one where the chip's family lacks it, or cannot copy the rows."""
+    own = arch.family == "sm80" or (kernel in SM90_KERNELS and spec.aligned)
+    return arch if own else parse_arch(arch.portable)
+
+
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The forward's one kernel."""
     return (_forward(spec.forward(), arch),)
@@ -53,6 +61,7 @@ def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
 
 @cache
 def _forward(spec: Spec, arch: Arch) -> Stages:
+    arch = arch_for("attention_forward", spec, arch)
     nest = forward_nest.forward(spec)
     return forward_with(spec, planner.plan(nest, spec, arch))
 
@@ -65,6 +74,7 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 @cache
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq."""
+    arch = arch_for("attention_backward", spec, arch)
     nest = backward_nests.backward(spec)
     return backward_with(spec, planner.plan(nest, spec, arch))
 

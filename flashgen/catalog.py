@@ -1,7 +1,8 @@
 """The specs that generated/ holds, and the text of its files.
 
-generated/sm80/<spec>/<kernel>.cu, .ir (TILE, then MACHINE) and .plan are written for sm_80. Plans differ by chip, so
-the compile check of `make generate` takes each chip's own plan, and the texts of the other chips are not kept.
+generated/sm80/<spec>/<kernel>.cu, .ir (TILE, then MACHINE) and .plan are written for sm_80, those in generated/sm90 for
+sm_90a. Plans differ by chip, so the compile check of `make generate` takes each chip's own plan, and the texts of the
+other chips are not kept.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ SPECS = (
 )
 
 SHOWN = ARCHES["sm_80"]  # the chip whose text is kept
-COMPILED = tuple(ARCHES[name] for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120"))
+HOPPER = ARCHES["sm_90a"]  # whose text is kept for the kernels of its own family
+COMPILED = tuple(ARCHES[name] for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_120"))
 
 
 def files(spec: Spec) -> dict[str, str]:
     """The files that generated/ holds for one spec: path below generated/ -> text."""
     texts = {}
-    for name, stages in build.everything(spec, SHOWN).items():
-        path = f"{SHOWN.family}/{spec}/{name}"
+    own = [stages for stages in build.everything(spec, HOPPER).values() if stages.plan.arch == HOPPER]
+    for stages in (*build.everything(spec, SHOWN).values(), *own):
+        path = f"{stages.plan.arch.family}/{spec}/{stages.tile.name}"
         texts[f"{path}.cu"] = stages.source.text
         texts[f"{path}.ir"] = f"{kernel_text(stages.tile)}\n{kernel_text(stages.machine)}"
         texts[f"{path}.plan"] = stages.plan.text()
@@ -62,8 +65,10 @@ class Kernels:
         """Plan and emit all kernels of a spec for every chip. Raises PlanError where one does not fit."""
         for arch in COMPILED:
             for launch, stages in enumerate(build.everything(spec, arch).values()):
-                entry = self._found.setdefault((arch.name, code(stages.source.text)), Entry(stages, launch, []))
-                entry.specs.append(spec)
+                key = (stages.plan.arch.name, code(stages.source.text))  # sm_90a has kernels of sm_90
+                entry = self._found.setdefault(key, Entry(stages, launch, []))
+                if spec not in entry.specs:
+                    entry.specs.append(spec)
 
     @property
     def entries(self) -> list[Entry]:

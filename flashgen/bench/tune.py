@@ -24,7 +24,7 @@ from flashgen.bench.measure import CudaClock, Harness, Heater
 from flashgen.bench.peers import Attend, Peer, choose
 from flashgen.bench.run import require_gpu
 from flashgen.plan import planner, tuned
-from flashgen.plan.arch import Arch
+from flashgen.plan.arch import Arch, parse_arch
 from flashgen.plan.plan import Plan, Verdict
 from flashgen.runtime.compile import compile_many
 from flashgen.runtime.program import Program
@@ -73,12 +73,11 @@ def candidates(spec: Spec, direction: str, arch: Arch, limit: int) -> list[Candi
     return made
 
 
-def tune(cell: Cell, yardsticks: Iterable[Peer], harness: Harness, limit: int) -> list[dict[str, Any]]:
+def tune(cell: Cell, yardsticks: Iterable[Peer], harness: Harness, limit: int, arch: Arch) -> list[dict[str, Any]]:
     """Every candidate's median milliseconds in one cell, fastest first; yardsticks are among the rows.
 
     The fastest candidate's row has its line for plan/tuned.py.
     """
-    arch = current_arch()
     spec = Spec(cell.head_dim, cell.head_dim, causal=cell.causal)
     made = candidates(spec, cell.direction, arch, limit)
     results = harness.measure(cell, [*yardsticks, *made])["results"]
@@ -118,6 +117,7 @@ def table_line(cell: Cell, peer: CandidatePeer, tflops: float, options: str) -> 
 @click.option("--causal/--full", default=None, help="One mask; both where neither is given.")
 @click.option("--limit", default=16, help="Candidates for each cell, the best by the cost model.")
 @click.option("--rounds", default=5)
+@click.option("--arch", default=None, help="Such as sm_90a; the GPU's default where not given.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="A JSON file for all rows.")
 def command(
     direction: tuple[str, ...],
@@ -126,6 +126,7 @@ def command(
     causal: bool | None,
     limit: int,
     rounds: int,
+    arch: str | None,
     out: Path | None,
 ) -> None:
     """Time the planner's candidates on this GPU beside FA2 and cuDNN; print the best as a line for plan/tuned.py."""
@@ -135,10 +136,11 @@ def command(
     print(f"{torch.cuda.get_device_name()}: cuBLAS {heater.settle()[1]:.0f} TFLOP/s", flush=True)
     harness = Harness(clock, heater, "cuda", rounds=rounds)
     yardsticks = choose(["fa2", "cudnn"])[0]
+    chip = current_arch() if arch is None else parse_arch(arch)
     every = []
     masks = (False, True) if causal is None else (causal,)
     for cell in (Cell(d, h, c, s) for d in direction for h in head_dim for c in masks for s in seqlen):
-        rows = tune(cell, yardsticks, harness, limit)
+        rows = tune(cell, yardsticks, harness, limit, chip)
         every.append({"cell": str(cell), "rows": rows})
         print(cell, flush=True)
         for row in rows:

@@ -8,10 +8,13 @@ from functools import partial
 from flashgen.emit.env import environment, header
 from flashgen.emit.source import Source
 from flashgen.emit.view import Fields, Names, camel, statement
+from flashgen.emit.wgmma import products
 from flashgen.ir.dtype import DType
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Note, Space, Stmt, name_of
 from flashgen.ir.visit import Body, statements
+from flashgen.machine.sm90 import mapped
 from flashgen.plan.plan import Plan
+from flashgen.plan.smem import SWIZZLE_ALIGNMENT
 from flashgen.spec import Spec
 
 STRUCTURE = {For: "for_loop", If: "if_block", Let: "let", Note: "only_note"}
@@ -34,6 +37,10 @@ def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
         shared=_shared(kernel, plan),
         fragments=_fragments(kernel, names),
         registers=_registers(kernel, names),
+        products=products(kernel, names, spec),
+        barriers=[{"name": name, "offset": offset} for name, offset, _ in plan.barriers],
+        launch_threads="THREADS + PRODUCER_THREADS" if plan.producer_warps else "THREADS",
+        alignment=max([16, *(SWIZZLE_ALIGNMENT for place in plan.shared if place.swizzled)]),
         body=_body(kernel.body, names),
     )
     used = _words(render(constants=[]))
@@ -80,8 +87,9 @@ def _grid(kernel: Kernel, names: Names) -> list[Fields]:
 def _constants(kernel: Kernel, plan: Plan, spec: Spec) -> list[Fields]:
     """Every number that the kernel may use, once."""
     numbers = [
-        ("THREADS", plan.threads, f"{plan.warps} warps"),
+        ("THREADS", plan.computing_threads, f"{plan.computing_warps} warps"),
         ("MIN_BLOCKS", plan.min_blocks, "blocks a multiprocessor"),
+        ("PRODUCER_THREADS", 32 * plan.producer_warps, "of which one loads"),
         ("UNROLLED_DEPTH", plan.unrolled_depth, "steps of 16 in depth, of products from shared memory"),
     ]
     numbers += [(name.upper(), size, "") for name, size in plan.dims]
@@ -96,16 +104,19 @@ def _constants(kernel: Kernel, plan: Plan, spec: Spec) -> list[Fields]:
 
 def _tensors(kernel: Kernel) -> list[Fields]:
     """Global arrays as members of the argument struct, in the order in which the launcher packs them."""
+    by_map = mapped(kernel)
     return [
-        {
-            "name": buffer.name,
-            "kind": "Tensor" if len(buffer.shape) == 4 else "Vector",
-            "type": _element(buffer.dtype),
-            "shape": ", ".join(buffer.shape),
-        }
+        {"declaration": f"{_tensor_type(buffer, by_map)} {buffer.name}", "shape": ", ".join(buffer.shape)}
         for buffer in kernel.buffers
         if buffer.space is Space.GLOBAL
     ]
+
+
+def _tensor_type(buffer: Buffer, by_map: set[str]) -> str:
+    if buffer.name in by_map:
+        return "TensorMap"
+    kind = "Tensor" if len(buffer.shape) == 4 else "Vector"
+    return f"{kind}<{_element(buffer.dtype)}>"
 
 
 def _element(dtype: DType) -> str:
@@ -122,6 +133,7 @@ def _shared(kernel: Kernel, plan: Plan) -> list[Fields]:
                 "name": buffer.name,
                 "type": camel(buffer.name),
                 "is_tile": tile,
+                "is_panels": place.swizzled,
                 "shape": ", ".join(dim.upper() for dim in buffer.shape),
                 "row_bytes": place.row_bytes,
                 "offset": place.offset,

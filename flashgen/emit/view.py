@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 
 from flashgen.emit.cexpr import c_text
-from flashgen.ir.expr import Const, Expr, I, J, Load, Var
+from flashgen.ir.expr import Compare, Const, Expr, I, J, Load, Var, rebuild
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
+from flashgen.machine import sm90
 from flashgen.machine.sm80 import MmaSync
 from flashgen.plan.plan import Plan
 
 Fields = dict[str, object]
+COL_OFFSET, LANE_COL = Var("col_offset"), Var("lane_col")
 
 
 def camel(name: str) -> str:
@@ -23,6 +25,8 @@ class Names:
 
     def __init__(self, kernel: Kernel, plan: Plan) -> None:
         self.kernel = kernel
+        self.plan = plan
+        self.sizes = plan.sizes
         self.dims = {name for name, _ in plan.dims}
         self.scalars = {scalar.name for scalar in kernel.scalars}
         self.fragments = self._fragments()
@@ -65,9 +69,16 @@ class Names:
     def element(self, expr: Expr, dst: Buffer, column: str = "j") -> str:
         """The expression for the element (i, column) of this thread's part of a register buffer."""
         fragment = self.fragments[dst.name]
-        spelled = {"i": f"{fragment}::row(i)", "j": f"{fragment}::col({column})"}
+        spelled = {
+            "i": f"{fragment}::row(i)",
+            "j": f"{fragment}::col({column})",
+            COL_OFFSET.name: f"{fragment}::col_offset({column})",
+            LANE_COL.name: f"{fragment}::lane_col()",
+        }
         return c_text(
-            expr, lambda name: spelled.get(name) or self.variable(name), lambda load: self._load(load, fragment, column)
+            _by_offset(expr),
+            lambda name: spelled.get(name) or self.variable(name),
+            lambda load: self._load(load, fragment, column),
         )
 
     def _load(self, load: Load, fragment: str, column: str) -> str:
@@ -89,6 +100,14 @@ class Names:
         return self.uniform(Var(limit) - window.origin[2])
 
 
+def _by_offset(expr: Expr) -> Expr:
+    """A column that is compared alone, as its constant part: what it is compared with then takes the lane's part."""
+    expr = rebuild(expr, _by_offset)
+    if isinstance(expr, Compare) and expr.x == J:
+        return Compare(expr.op, COL_OFFSET, expr.y - LANE_COL)
+    return expr
+
+
 def statement(stmt: Stmt, names: Names, body: str) -> Fields:
     """The fields of one statement, spelled; `body` is the text of its inner statements."""
     view: Fields = {"note": stmt.note, "body": body}
@@ -100,15 +119,17 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
         return view | {"name": stmt.name, "value": names.uniform(stmt.value)}
     if isinstance(stmt, MmaSync):
         view |= _product(stmt, names)
+    if isinstance(stmt, sm90.Sm90Stmt):
+        view |= _hopper(stmt, names)
     for item in fields(stmt):
         value = getattr(stmt, item.name)
         if isinstance(value, Window):
             view |= _window(value, item.name, names)
         elif (isinstance(value, str) and item.name in ("dst", "src", "acc", "a")) or isinstance(value, Tile):
             view |= _on_chip(value, item.name, names)
-        elif isinstance(value, Expr):
+        elif isinstance(value, Expr) and hasattr(stmt, "dst"):
             view |= _expression(value, stmt, names)
-        elif item.name != "note":
+        elif item.name not in ("note", "body") and item.name not in view:
             view[item.name] = value
     return view
 
@@ -121,6 +142,49 @@ def _product(stmt: MmaSync, names: Names) -> Fields:
         a = f"{camel(stmt.a.buffer)}, {flag[stmt.transpose_a]}"
         return {"product": "multiply_shared", "types": f"UNROLLED_DEPTH, {acc}, {a}, {b}, {flag[stmt.transpose_b]}"}
     return {"product": "multiply_packed", "types": f"{acc}, {b}, {flag[stmt.transpose_b]}"}
+
+
+def instruction(stmt: sm90.Wgmma, names: Names) -> str:
+    """The name of the device function that issues a product."""
+    n = names.sizes[names.kernel.buffer(stmt.acc).shape[1]]
+    return f"wgmma_64x{n}x16_{'registers' if isinstance(stmt.a, str) else 'shared'}"
+
+
+def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
+    """What the statements of the sm90 family have beside their fields."""
+    if isinstance(stmt, sm90.Wgmma):
+        a = names.kernel.buffer(stmt.a if isinstance(stmt.a, str) else stmt.a.buffer)
+        return {
+            "instruction": instruction(stmt, names),
+            "depth": a.shape[1].upper(),
+            "b_order": "k_major" if stmt.transpose_b else "mn_major",
+            "accumulated": "1" if stmt.accumulate else "k > 0",
+        }
+    if isinstance(stmt, sm90.TmaLoad):
+        batch, head, row = (names.uniform(index) for index in stmt.src.origin)
+        full = _barrier(stmt.dst, "full", names)
+        return {"tensor": stmt.src.buffer, "batch": batch, "head": head, "row": row, "full": full}
+    if isinstance(stmt, sm90.WaitFull | sm90.WaitEmpty):
+        kind = "full" if isinstance(stmt, sm90.WaitFull) else "empty"
+        return {kind: _barrier(stmt.tile, kind, names), "parity": names.uniform(stmt.parity)}
+    if isinstance(stmt, sm90.ArriveEmpty):
+        return {"empty": _barrier(stmt.tile, "empty", names)}
+    if isinstance(stmt, sm90.InitBarriers):
+        arrivals = {"full": 1, "empty": names.plan.computing_warps}
+        return {
+            "barriers": [
+                {"name": name, "count": count, "arrivals": arrivals[name.rsplit("_", 1)[1]]}
+                for name, _, count in names.plan.barriers
+            ]
+        }
+    return {"is_producer": isinstance(stmt, sm90.Role) and stmt.role == "producer"}
+
+
+def _barrier(tile: Tile, kind: str, names: Names) -> str:
+    name = f"{tile.buffer}_{kind}"
+    if tile.stage == Const(0):
+        return name
+    return f"{name} + {c_text(tile.stage, names.variable, parent=5)}"
 
 
 def _window(window: Window, field: str, names: Names) -> Fields:

@@ -28,7 +28,7 @@ def rows_of(block: Block, warp: Warp, name: str) -> np.ndarray:
     """The rows of a register tile or row vector that a warp holds, as positions in the block's tile."""
     down, _ = _division(block, name)
     size = block.shape(name)[0] // down
-    return warp.index // (block.plan.warps // down) * size + np.arange(size)
+    return warp.index // (block.plan.computing_warps // down) * size + np.arange(size)
 
 
 def columns_of(block: Block, warp: Warp, name: str) -> np.ndarray:
@@ -43,9 +43,9 @@ def _division(block: Block, name: str) -> tuple[int, int]:
     if buffer.warps is None:
         raise Hazard(f"register buffer {name} is not divided among the warps")
     down, across = buffer.warps
-    if len(shape) == 2 and down * across != block.plan.warps:
-        raise Hazard(f"{name} is divided among {down} x {across} warps, but the block has {block.plan.warps}")
-    if any(size % parts for size, parts in zip(shape, buffer.warps, strict=False)) or block.plan.warps % down:
+    if len(shape) == 2 and down * across != block.plan.computing_warps:
+        raise Hazard(f"{name} is divided among {down} x {across} warps, but the block has {block.plan.computing_warps}")
+    if any(size % parts for size, parts in zip(shape, buffer.warps, strict=False)) or block.plan.computing_warps % down:
         raise Hazard(f"{name} of {' x '.join(map(str, shape))} cannot be divided among {down} x {across} warps")
     return down, across
 

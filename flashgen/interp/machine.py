@@ -11,14 +11,17 @@ from itertools import product
 
 import numpy as np
 
-from flashgen.interp import machine_base, machine_sm80
+from flashgen.interp import machine_base, machine_sm80, machine_sm90
 from flashgen.interp.common import Uniform, Value, evaluate, number
 from flashgen.interp.trace import Trace
 from flashgen.interp.warps import Block, Meaning
 from flashgen.ir.nodes import Kernel, Level
 from flashgen.plan.plan import Plan
 
-FAMILIES: dict[str, dict[type, Meaning]] = {"sm80": machine_base.RUN | machine_sm80.RUN}
+FAMILIES: dict[str, dict[type, Meaning]] = {
+    "sm80": machine_base.RUN | machine_sm80.RUN,
+    "sm90": machine_sm90.RUN,
+}
 
 
 def run(

@@ -29,7 +29,7 @@ def share(rows: int, columns: int, element: int, threads: int, warp: int) -> tup
 def tile_share(block: Block, warp: Warp, name: str) -> tuple[np.ndarray, np.ndarray]:
     """The share of a warp in a copy of a tile."""
     rows, columns = block.shape(name)
-    return share(rows, columns, block.buffers[name].dtype.bytes, block.plan.threads, warp.index)
+    return share(rows, columns, block.buffers[name].dtype.bytes, block.plan.computing_threads, warp.index)
 
 
 def _barrier(block: Block, warp: Warp, stmt: base.Barrier) -> Steps:
@@ -124,7 +124,7 @@ def _load_fragment(block: Block, warp: Warp, stmt: base.LoadFragment) -> None:
 def _zero_window(block: Block, warp: Warp, stmt: base.ZeroWindow) -> None:
     buffer = block.buffers[stmt.dst.buffer]
     shape = block.shape(buffer.layout_of)
-    rows, columns = share(*shape, buffer.dtype.bytes, block.plan.threads, warp.index)
+    rows, columns = share(*shape, buffer.dtype.bytes, block.plan.computing_threads, warp.index)
     block.store(warp, stmt.dst, shape, np.zeros(rows.shape, np.float32), rows, columns)
 
 

@@ -30,7 +30,7 @@ def _copy_tile_elements(block: Block, warp: Warp, stmt: sm80.CopyTileElements) -
 def _copy_vector_async(block: Block, warp: Warp, stmt: sm80.CopyVectorAsync) -> None:
     name = stmt.dst.buffer
     rows = np.arange(*block.shape(name))
-    rows = rows[rows % block.plan.threads // 32 == warp.index]
+    rows = rows[rows % block.plan.computing_threads // 32 == warp.index]
     value = block.load(warp, stmt.src, block.shape(name), rows)
     warp.uncommitted.append(block.shared.issue(block.access(warp, stmt, stmt.dst), value, rows))
     block.trace.shared(block.plan.arch, block.shared.nbytes(name, value.size))

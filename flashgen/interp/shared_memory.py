@@ -120,6 +120,16 @@ class SharedMemory:
         self.flight[copy.cells] = NOBODY
         self._mark(copy.access, copy.cells, copy.raw)
 
+    def publish(self, copy: InFlight) -> None:
+        """What has landed is seen by whoever waits on the mbarrier of the copy: no barrier of the block is needed."""
+        self.written[copy.cells] = NOBODY
+
+    def release(self, access: Access) -> None:
+        """Every reader of a stage has said that it is done."""
+        place = self.placements[access.buffer]
+        first = (place.offset + access.stage * place.stage_bytes) // 2
+        self.readers[first : first + place.stage_bytes // 2] = 0
+
     def nbytes(self, buffer: str, count: int) -> int:
         return self.buffers[buffer].dtype.bytes * count
 

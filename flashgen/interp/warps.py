@@ -84,7 +84,7 @@ class Block:
     def run(self, seed: object) -> None:
         """Every warp to its end, in an order drawn from the seed."""
         draw = random.Random(repr(seed))
-        running = {warp.index: self._steps(warp, self.kernel.body) for warp in self.warps}
+        running = {warp.index: self.steps(warp, self.kernel.body) for warp in self.warps}
         while running:
             ready = [index for index in running if self._ready(self.warps[index])]
             if not ready:
@@ -119,7 +119,7 @@ class Block:
             lines.append(f"warp {warp.index} " + ("has finished" if warp.finished else f"waits at {place}{note}"))
         return "; ".join(lines)
 
-    def _steps(self, warp: Warp, body: tuple[Stmt, ...]) -> Steps:
+    def steps(self, warp: Warp, body: tuple[Stmt, ...]) -> Steps:
         """The warp's way through a body; it stops before each statement, so that others may come first."""
         for stmt in body:
             warp.at = stmt
@@ -127,10 +127,10 @@ class Block:
                 case For():
                     for value in range(warp.uniform(stmt.start), warp.uniform(stmt.stop)):
                         warp.names[stmt.axis] = value
-                        yield from self._steps(warp, stmt.body)
+                        yield from self.steps(warp, stmt.body)
                 case If():
                     if warp.uniform(stmt.condition):
-                        yield from self._steps(warp, stmt.body)
+                        yield from self.steps(warp, stmt.body)
                 case Let():
                     warp.names[stmt.name] = warp.uniform(stmt.value)
                 case Note():

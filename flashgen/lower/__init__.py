@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flashgen.ir import verify
 from flashgen.ir.nodes import Kernel, Level
-from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80
+from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80, sm90
 from flashgen.machine.verify import machine as verify_machine
 from flashgen.plan.plan import Plan
 
@@ -21,7 +21,18 @@ SM80_PASSES: tuple[Pass, ...] = (
     barriers.insert,
     barriers.drop_redundant,
 )
-FAMILIES: dict[str, tuple[Pass, ...]] = {"sm80": SM80_PASSES}
+SM90_PASSES: tuple[Pass, ...] = (
+    sm90.select,
+    reduction.combine_after_loop,
+    sm90.isolate_columns,
+    sm90.stage_tiles,
+    sm90.split_roles,
+    sm90.overlap,
+    sm90.guard_tiles,
+    sm90.wait_products,
+    sm90.meet_consumers,
+)
+FAMILIES: dict[str, tuple[Pass, ...]] = {"sm80": SM80_PASSES, "sm90": SM90_PASSES}
 
 
 def tile(kernel: Kernel) -> Kernel:

@@ -8,6 +8,7 @@ from flashgen.ir.visit import statements
 from flashgen.machine.base import MachineStmt, ReduceRows
 from flashgen.machine.sm80 import MmaSync
 from flashgen.machine.sm80_hazards import hazards
+from flashgen.machine.sm90 import Wgmma
 from flashgen.plan.plan import Plan
 
 
@@ -21,10 +22,27 @@ def machine(kernel: Kernel, plan: Plan) -> None:
             raise VerifyError(f"{kernel.name}: {type(stmt).__name__} was not selected")
         if isinstance(stmt, MmaSync):
             _check_product(kernel, plan, stmt)
+        if isinstance(stmt, Wgmma):
+            _check_wgmma(kernel, plan, stmt)
         if isinstance(stmt, ReduceRows) and kernel.buffer(stmt.src).warps[1] != 1:  # type: ignore[index]
             raise VerifyError(f"{kernel.name}: rows of {stmt.src} are spread over several warps; a row needs one")
-    for hazard in hazards(kernel, plan):
-        raise VerifyError(f"{kernel.name}: {hazard}")
+    if plan.arch.family == "sm80":
+        for hazard in hazards(kernel, plan):
+            raise VerifyError(f"{kernel.name}: {hazard}")
+
+
+def _check_wgmma(kernel: Kernel, plan: Plan, stmt: Wgmma) -> None:
+    """Shapes agree, a warpgroup has 64 rows, and the width is one of the instruction's."""
+    sizes = plan.sizes
+    acc, a, b = kernel.buffer(stmt.acc), kernel.buffer(_buffer(stmt.a)), kernel.buffer(stmt.b.buffer)
+    b_shape = b.shape[::-1] if stmt.transpose_b else b.shape
+    if (a.shape[0], b_shape[1]) != acc.shape or a.shape[1] != b_shape[0]:
+        raise VerifyError(f"{kernel.name}: {stmt.acc} = {a.shape} x {b_shape} has disagreeing shapes")
+    rows, cols = (sizes[dim] for dim in acc.shape)
+    if rows * 4 != 64 * plan.computing_warps or cols % 8 or cols > 256 or sizes[a.shape[1]] % 16:
+        raise VerifyError(
+            f"{kernel.name}: {stmt.acc} of {rows} x {cols} is not 64 rows a warpgroup by 8 to 256 columns"
+        )
 
 
 def _check_product(kernel: Kernel, plan: Plan, stmt: MmaSync) -> None:

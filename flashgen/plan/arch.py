@@ -16,7 +16,10 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Arch:
-    """One chip. Shared memory in bytes; `mma` is (m, n, k) of the matrix instruction; rates are per clock."""
+    """One chip. Shared memory in bytes; `mma` is (m, n, k) of the matrix instruction; rates are per clock.
+
+    portable: the record whose kernels run here where this one's family has none.
+    """
 
     name: str
     family: str
@@ -32,11 +35,12 @@ class Arch:
     warps: tuple[int, ...] = (4, 8)
     shared_bandwidth: int = 128
     vector_reductions: bool = False
+    portable: str = ""
     title: str = ""
 
     def __post_init__(self) -> None:
         assert self.shared_per_block <= self.shared_per_multiprocessor, self.name
-        assert all(size in (8, 16) for size in self.mma), self.name
+        assert all(size in (8, 16, 64) for size in self.mma), self.name
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -72,6 +76,18 @@ ARCHES = {
         _sm80("sm_87", "Orin", 16, 164, 512, max_threads=1536),
         _sm80("sm_89", "L4, L40, RTX 40", 142, 100, 512, max_threads=1536),
         _sm80("sm_90", "H100, H200", 132, 228, 1270, vector_reductions=True),
+        Arch(
+            name="sm_90a",
+            family="sm90",
+            title="H100, H200, with wgmma and TMA",
+            multiprocessors=132,
+            shared_per_block=227 * KIB,
+            shared_per_multiprocessor=228 * KIB,
+            mma=(64, 8, 16),
+            matrix_rate=2048,
+            vector_reductions=True,
+            portable="sm_90",
+        ),
         _sm80("sm_120", "RTX 50, RTX PRO Blackwell", 170, 100, 512, max_threads=1536, vector_reductions=True),
     )
 }

@@ -11,13 +11,17 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a shared buffer lies: byte offset, bytes of one stage, number of stages, bytes from row to row."""
+    """Where a shared buffer lies: byte offset, bytes of one stage, number of stages, bytes from row to row.
+
+    swizzled: panels of 128 bytes a row as TMA writes them and wgmma reads them; row_bytes then counts all panels.
+    """
 
     buffer: str
     offset: int
     stage_bytes: int
     stages: int
     row_bytes: int
+    swizzled: bool = False
 
     @property
     def end(self) -> int:
@@ -84,6 +88,7 @@ class Plan:
     dims: numbers for the named dimensions of the kernel (head dims padded to the matrix instruction).
     registers: the estimate for one thread. min_blocks: blocks of the kernel that one multiprocessor should hold.
     vector_bytes: what one copy moves. unrolled_depth: steps of 16 in depth that a product from shared memory unrolls.
+    producer_warps: warps behind the computing ones, of which one thread loads; role_registers: of the two roles.
     """
 
     kernel: str
@@ -95,6 +100,8 @@ class Plan:
     min_blocks: int
     vector_bytes: int = 16
     unrolled_depth: int = 4
+    producer_warps: int = 0
+    role_registers: tuple[int, int] = (0, 0)
     source: str = "cost model"
     verdicts: tuple[Verdict, ...] = field(default=(), repr=False, compare=False)
 
@@ -105,6 +112,26 @@ class Plan:
     @property
     def threads(self) -> int:
         return 32 * self.candidate.warps
+
+    @property
+    def computing_warps(self) -> int:
+        """Warps that hold register tiles."""
+        return self.candidate.warps - self.producer_warps
+
+    @property
+    def computing_threads(self) -> int:
+        return 32 * self.computing_warps
+
+    @property
+    def barriers(self) -> tuple[tuple[str, int, int], ...]:
+        """The mbarriers behind the tiles: (name, byte offset, count), full and empty ones for each tile by TMA."""
+        offset, found = self.tile_bytes, []
+        for place in self.shared if self.producer_warps else ():
+            if place.swizzled:
+                for kind in ("full", "empty"):
+                    found.append((f"{place.buffer}_{kind}", offset, place.stages))
+                    offset += 8 * place.stages
+        return tuple(found)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -122,9 +149,14 @@ class Plan:
         return dict(self.candidate.layouts)
 
     @property
+    def tile_bytes(self) -> int:
+        """Dynamic shared memory of the tiles."""
+        return max((placement.end for placement in self.shared), default=0)
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return max((placement.end for placement in self.shared), default=0)
+        return self.tile_bytes + 8 * sum(count for _, _, count in self.barriers)
 
     def placement(self, buffer: str) -> Placement:
         """Where a shared buffer lies."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.ir.nodes import Kernel, Space
-from flashgen.plan import cost, smem, tuned
+from flashgen.plan import cost, sm90, smem, tuned
 from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import candidates
 from flashgen.plan.operands import through_shared
@@ -23,16 +23,21 @@ class PlanError(ValueError):
 
 def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
     """The plan of one kernel, with every candidate's verdict; PlanError names the limit where none fits."""
-    sizes = head_dims(spec, arch)
-    verdicts = sorted(
-        (judge(kernel, arch, sizes, candidate) for candidate in candidates(kernel, arch, sizes)),
-        key=lambda verdict: (bool(verdict.rejection), verdict.cost, str(verdict.candidate)),
-    )
+    verdicts = judged(kernel, arch, head_dims(spec, arch))
     if not verdicts or verdicts[0].rejection:
         least = min(verdicts, key=lambda v: (v.unfit, _blocks_product(v.candidate), str(v.candidate)))
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
     chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
     return replace(make(kernel, spec, arch, chosen), verdicts=tuple(verdicts), source=source)
+
+
+def judged(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> list[Verdict]:
+    """A verdict on every candidate of the chip's family, those that fit first, by cost."""
+    if arch.family == "sm90":
+        found = [sm90.judge(kernel, arch, sizes, candidate) for candidate in sm90.candidates(kernel)]
+    else:
+        found = [judge(kernel, arch, sizes, candidate) for candidate in candidates(kernel, arch, sizes)]
+    return sorted(found, key=lambda verdict: (bool(verdict.rejection), verdict.cost, str(verdict.candidate)))
 
 
 def _choose(verdicts: list[Verdict], measured: tuned.Measured | None) -> tuple[Candidate, str]:
@@ -118,6 +123,19 @@ def make(kernel: Kernel, spec: Spec, arch: Arch, candidate: Candidate) -> Plan:
     """The plan that a candidate stands for."""
     sizes = head_dims(spec, arch) | dict(candidate.blocks)
     dims = {dim for item in kernel.buffers if item.space is not Space.GLOBAL for dim in item.shape}
+    named = tuple((name, sizes[name]) for name in ("block_q", "block_kv", "head_dim", "head_dim_v") if name in dims)
+    if arch.family == "sm90":
+        return Plan(
+            kernel=kernel.name,
+            arch=arch,
+            dims=named,
+            candidate=candidate,
+            shared=sm90.allocate(kernel, sizes, dict(candidate.stages)),
+            registers=sm90.registers(sizes),
+            min_blocks=1,
+            producer_warps=4,
+            role_registers=sm90.ROLE_REGISTERS[candidate.warps // 4 - 1],
+        )
     layouts, threads = dict(candidate.layouts), 32 * candidate.warps
     shared = smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))
     registers = cost.registers(kernel, sizes, threads, layouts)
@@ -125,7 +143,7 @@ def make(kernel: Kernel, spec: Spec, arch: Arch, candidate: Candidate) -> Plan:
     return Plan(
         kernel=kernel.name,
         arch=arch,
-        dims=tuple((name, sizes[name]) for name in ("block_q", "block_kv", "head_dim", "head_dim_v") if name in dims),
+        dims=named,
         candidate=candidate,
         shared=shared,
         registers=registers,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from flashgen.ir.graph import interference
 from flashgen.ir.nodes import Buffer, Kernel, Space
 from flashgen.plan.plan import Placement
 
 ALIGNMENT = 16
+SWIZZLE_ALIGNMENT = 1024  # the swizzle takes bits 7 to 9 of the address for the row
 
 
 def row_bytes(cols: int, element: int) -> int:
@@ -21,33 +22,44 @@ def row_bytes(cols: int, element: int) -> int:
     return (pieces + 1 - pieces % 2) * 16
 
 
-def stage_bytes(buffer: Buffer, sizes: Mapping[str, int]) -> int:
-    """Bytes of one stage of a shared buffer: a padded tile, or a vector."""
-    if len(buffer.shape) == 1:
-        return sizes[buffer.shape[0]] * buffer.dtype.bytes
-    rows, cols = (sizes[dim] for dim in buffer.shape)
-    return rows * row_bytes(cols, buffer.dtype.bytes)
+def panel_bytes(cols: int) -> int:
+    """Bytes of one row in all panels of a swizzled tile: 128 in each, for 64 elements of 16 bits."""
+    return -(-cols // 64) * 128
 
 
-def allocate(kernel: Kernel, sizes: Mapping[str, int], stages: Mapping[str, int]) -> tuple[Placement, ...]:
-    """Offsets for the kernel's shared buffers, the largest placed first, each at the lowest free offset."""
+def allocate(
+    kernel: Kernel, sizes: Mapping[str, int], stages: Mapping[str, int], swizzled: Collection[str] = ()
+) -> tuple[Placement, ...]:
+    """Offsets for the kernel's shared buffers, the largest placed first, each at the lowest free offset.
+
+    swizzled: tiles in panels as TMA writes them; these begin at multiples of 1024 bytes, of which the panels are.
+    """
     graph = interference(kernel, Space.SHARED)
     buffers = [kernel.buffer(name) for name in graph.nodes]
-    footprint = {item.name: stage_bytes(item, sizes) * stages.get(item.name, 1) for item in buffers}
+
+    def width(item: Buffer) -> int:
+        if len(item.shape) == 1:
+            return item.dtype.bytes
+        cols = sizes[item.shape[1]]
+        return panel_bytes(cols) if item.name in swizzled else row_bytes(cols, item.dtype.bytes)
+
+    stage = {item.name: sizes[item.shape[0]] * width(item) for item in buffers}
+    footprint = {item.name: stage[item.name] * stages.get(item.name, 1) for item in buffers}
     placed: dict[str, Placement] = {}
     for item in sorted(buffers, key=lambda item: (-footprint[item.name], item.name)):
         taken = sorted((placed[name].offset, placed[name].end) for name in graph[item.name] if name in placed)
-        offset = _lowest_gap(taken, footprint[item.name])
-        width = row_bytes(sizes[item.shape[1]], item.dtype.bytes) if len(item.shape) == 2 else item.dtype.bytes
-        placed[item.name] = Placement(item.name, offset, stage_bytes(item, sizes), stages.get(item.name, 1), width)
+        panels = item.name in swizzled
+        offset = _lowest_gap(taken, footprint[item.name], SWIZZLE_ALIGNMENT if panels else ALIGNMENT)
+        count = stages.get(item.name, 1)
+        placed[item.name] = Placement(item.name, offset, stage[item.name], count, width(item), panels)
     return tuple(sorted(placed.values(), key=lambda place: (place.offset, place.buffer)))
 
 
-def _lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
+def _lowest_gap(taken: list[tuple[int, int]], size: int, alignment: int) -> int:
     """The least offset at which `size` bytes touch none of the taken ranges."""
     offset = 0
     for start, end in taken:
         if offset + size <= start:
             break
-        offset = max(offset, -(-end // ALIGNMENT) * ALIGNMENT)
+        offset = max(offset, -(-end // alignment) * alignment)
     return offset

@@ -34,7 +34,22 @@ class Measured:
 
 
 # (arch, kernel, head_dim, head_dim_v, causal) -> choice
-TABLE: dict[Key, Measured] = {}
+TABLE: dict[Key, Measured] = {
+    ("sm_90a", "attention_forward", 128, 128, False): Measured(
+        (("block_q", 128), ("block_kv", 176)),
+        12,
+        (2, 2),
+        "NVIDIA H200, 2026-11-30, 585 TFLOP/s, the model's choice 541: "
+        "python -m flashgen tune --arch sm_90a --direction fwd --head-dim 128 --full",
+    ),
+    ("sm_90a", "attention_forward", 128, 128, True): Measured(
+        (("block_q", 128), ("block_kv", 176)),
+        12,
+        (2, 2),
+        "NVIDIA H200, 2026-11-30, 520 TFLOP/s, the model's choice 496: "
+        "python -m flashgen tune --arch sm_90a --direction fwd --head-dim 128 --causal",
+    ),
+}
 
 
 def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:

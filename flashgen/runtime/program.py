@@ -10,9 +10,11 @@ from functools import cached_property
 from flashgen.build import Stages
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import evaluate
-from flashgen.ir.nodes import Space
+from flashgen.ir.nodes import Buffer, Space
+from flashgen.machine.sm90 import mapped, target_of
 from flashgen.runtime.compile import Cubin, nvrtc
 from flashgen.runtime.launch import MAX_BLOCKS, Launcher
+from flashgen.runtime.tensormap import MAP_BYTES, TensorMap
 
 Strides = Sequence[int]
 ADDRESS = struct.Struct("<Q")
@@ -26,6 +28,7 @@ class Program:
         self.name = stages.tile.name
         self.buffers = [item for item in stages.machine.buffers if item.space is Space.GLOBAL]
         self.tensors = [item.name for item in self.buffers]
+        self.mapped = mapped(stages.machine)
         self._lock = threading.Lock()
 
     @cached_property
@@ -43,6 +46,9 @@ class Program:
         """The arguments but for the addresses, and the grid. Strides are (batch, head, row) or (batch, head)."""
         parts: list[bytes] = []
         for item in self.buffers:
+            if item.name in self.mapped:
+                parts.append(bytes(MAP_BYTES))
+                continue
             count = len(item.shape) - 1 if len(item.shape) == 4 else 2
             parts.append(struct.pack(f"<{1 + count}q", 0, *strides[item.name][:count]))
         sizes = {**self.stages.plan.sizes, **scalars}
@@ -54,15 +60,29 @@ class Program:
             offsets.append(at)
             at += len(part)
         data = b"".join(parts)
+        maps = {
+            index: self._map(item, strides[item.name], scalars)
+            for index, item in enumerate(self.buffers)
+            if item.name in self.mapped
+        }
         batch_bytes = [strides[item.name][0] * item.dtype.bytes for item in self.buffers]
         template = bytearray(data + bytes(-len(data) % 8))
-        return Bound(self, template, offsets, batch_bytes, (blocks, heads, batches))
+        return Bound(self, template, offsets, maps, batch_bytes, (blocks, heads, batches))
+
+    def _map(self, item: Buffer, strides: Strides, scalars: Mapping[str, int | float]) -> TensorMap:
+        """How TMA sees an array of (batch, head, row, column): a box is 64 columns of one block of rows."""
+        batches, heads, rows, cols = (int(scalars[dim]) for dim in item.shape)
+        tile = target_of(self.stages.machine, item.name)
+        plan = self.stages.plan
+        box_rows = plan.sizes[self.stages.machine.buffer(tile).shape[0]]
+        return TensorMap(item.dtype.name, (cols, rows, heads, batches), tuple(reversed(strides[:3])), (64, box_rows))
 
 
 class Bound:
     """A program with everything bound but addresses.
 
-    offsets: where in the arguments the address of each tensor stands. batch_bytes: from batch to batch of each tensor.
+    offsets: where in the arguments the address of each tensor stands, or its tensor map, for those of `maps`.
+    batch_bytes: from batch to batch of each tensor.
     """
 
     def __init__(
@@ -70,12 +90,14 @@ class Bound:
         program: Program,
         template: bytearray,
         offsets: list[int],
+        maps: dict[int, TensorMap],
         batch_bytes: list[int],
         grid: tuple[int, int, int],
     ) -> None:
         self.program = program
         self.template = template
         self.offsets = offsets
+        self.maps = maps
         self.batch_bytes = batch_bytes
         self.grid = grid
 
@@ -86,7 +108,11 @@ class Bound:
             return
         for first in range(0, batches, MAX_BLOCKS):
             args = bytearray(self.template)
-            for offset, pointer, step in zip(self.offsets, pointers, self.batch_bytes, strict=True):
-                ADDRESS.pack_into(args, offset, pointer + first * step)
+            for index, (offset, pointer) in enumerate(zip(self.offsets, pointers, strict=True)):
+                address = pointer + first * self.batch_bytes[index]
+                if index in self.maps:
+                    args[offset : offset + MAP_BYTES] = self.maps[index].at(address)
+                else:
+                    ADDRESS.pack_into(args, offset, address)
             grid = (blocks, heads, min(batches - first, MAX_BLOCKS))
             self.program.launcher(grid, bytes(args), stream, device)

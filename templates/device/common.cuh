@@ -97,9 +97,10 @@ struct Fragment {
   static __device__ __forceinline__ int row(int i) {
     return first_row() + i / 2 * 16 + i % 2 * 8 + int(threadIdx.x) % 32 / 4;
   }
-  static __device__ __forceinline__ int col(int j) {
-    return first_col() + j / 2 * 8 + int(threadIdx.x) % 4 * 2 + j % 2;
-  }
+  static __device__ __forceinline__ int col(int j) { return lane_col() + col_offset(j); }
+  // The column of element j is the lane's first one and a constant: comparing constants keeps no column in a register.
+  static __device__ __forceinline__ int lane_col() { return first_col() + int(threadIdx.x) % 4 * 2; }
+  static __device__ __forceinline__ int col_offset(int j) { return j / 2 * 8 + j % 2; }
 };
 
 template <int ROWS, int COLS>

@@ -13,7 +13,7 @@ import pytest
 import flashgen
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"]
+ARCHES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_120"]
 
 
 def texts(kernel):

@@ -34,6 +34,7 @@ class Spec(NamedTuple):
     dtype: str = "bfloat16"
     layout: str = "bshd"
     deterministic: bool = False
+    arch: str | None = None
 
     def options(self):
         return self._asdict()
@@ -42,6 +43,7 @@ class Spec(NamedTuple):
         shown = [self.dtype, f"d{self.head_dim}" + (f"-{self.head_dim_v}" if self.head_dim_v else "")]
         shown.append("causal" if self.causal else "full")
         shown += [self.layout] * (self.layout != "bshd") + ["deterministic"] * self.deterministic
+        shown += [self.arch] * (self.arch is not None)
         return "-".join(shown)
 
 

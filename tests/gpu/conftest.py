@@ -30,7 +30,7 @@ def compiled(request):
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     specs = {p["spec"]: None for p in parameters if "spec" in p}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for problem in pool.map(compile_to_disk, [spec.options() | {"arch": arch} for spec in specs]):
+        for problem in pool.map(compile_to_disk, [spec.options() | {"arch": spec.arch or arch} for spec in specs]):
             if problem:
                 warnings.warn(problem, stacklevel=1)
 

@@ -69,6 +69,18 @@ def test_chips_that_generate_leaves_out_compile(arch, stage):
     assert (cubin.report.spill_stores, cubin.report.spill_loads) == (0, 0)
 
 
+FORWARDS = list(dict.fromkeys(spec.forward() for spec in catalog.SPECS))
+
+
+@pytest.mark.parametrize("spec", FORWARDS, ids=str)
+def test_the_catalog_compiles_for_hopper(spec):
+    """No spills; a serialized wgmma or an ignored setmaxnreg is a CompileError."""
+    stages = build.forward(spec, catalog.HOPPER)[0]
+    assert stages.plan.arch == catalog.HOPPER
+    report = compile.nvrtc(stages.source, catalog.HOPPER.target).report
+    assert (report.spill_stores, report.spill_loads) == (0, 0)
+
+
 def test_spills_are_seen():
     body = "\n".join(f"a[{i}] = x[{i} * n];" for i in range(200))
     rest = "\n".join(f"x[{i} * n] = a[{i}] * a[{i * 7 % 200}];" for i in range(200))

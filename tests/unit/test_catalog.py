@@ -18,13 +18,14 @@ def test_the_catalog_covers_what_a_reader_looks_for():
     assert any(spec.head_dim % 16 for spec in specs), "none is padded"
     assert any(spec.head_dim_v != spec.head_dim for spec in specs)
     assert any(spec.deterministic for spec in specs)
-    assert [arch.name for arch in catalog.COMPILED] == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"]
+    assert [arch.name for arch in catalog.COMPILED] == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_120"]
 
 
 def test_the_files_of_a_spec_are_each_kernel_at_each_stage():
     texts = catalog.files(Spec(64, 64, BF16, causal=True))
     kernels = ("attention_forward", "attention_delta", "attention_backward", "attention_convert_dq")
-    assert set(texts) == {f"sm80/d64_bf16_causal/{name}.{end}" for name in kernels for end in ("cu", "ir", "plan")}
+    names = [*(f"sm80/d64_bf16_causal/{name}" for name in kernels), "sm90/d64_bf16_causal/attention_forward"]
+    assert set(texts) == {f"{name}.{end}" for name in names for end in ("cu", "ir", "plan")}
     assert "(TILE)" in texts["sm80/d64_bf16_causal/attention_forward.ir"]
     assert "(MACHINE)" in texts["sm80/d64_bf16_causal/attention_forward.ir"]
     assert all(text.endswith("\n") and not text.endswith("\n\n") for text in texts.values())

@@ -1,0 +1,47 @@
+"""The wgmma instructions of a kernel, spelled: one device function for each shape and kind of operand.
+
+An asm statement names every accumulator register, so its text depends on the width of the tile; all else of the
+Hopper kernels is in templates/.
+"""
+
+from __future__ import annotations
+
+from flashgen.emit.view import Fields, Names, instruction
+from flashgen.ir.dtype import BF16
+from flashgen.ir.nodes import Kernel, Space
+from flashgen.ir.visit import statements
+from flashgen.machine.sm90 import Wgmma
+from flashgen.spec import Spec
+
+
+def products(kernel: Kernel, names: Names, spec: Spec) -> list[Fields]:
+    """The distinct instructions, in the order of their first use."""
+    found: dict[str, Fields] = {}
+    for stmt in statements(kernel.body):
+        if isinstance(stmt, Wgmma):
+            found.setdefault(instruction(stmt, names), _product(kernel, names, spec, stmt))
+    return list(found.values())
+
+
+def _product(kernel: Kernel, names: Names, spec: Spec, stmt: Wgmma) -> Fields:
+    n = names.sizes[kernel.buffer(stmt.acc).shape[1]]
+    count = n // 2
+    in_registers = isinstance(stmt.a, str) and kernel.space(stmt.a) is Space.REGISTER
+    a = ["a0", "a1", "a2", "a3"] if in_registers else ["a"]
+    first = count + len(a)
+    letter = "r" if in_registers else "l"
+    return {
+        "name": instruction(stmt, names),
+        "n": n,
+        "cols": n // 4,
+        "type": "bf16" if spec.dtype == BF16 else "f16",
+        "a_parameters": ", ".join(f"{'uint32' if in_registers else 'uint64'} {name}" for name in a),
+        "registers": ", ".join(f"%{index}" for index in range(count)),
+        "a": f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}" if in_registers else f"%{count}",
+        "b": f"%{first}",
+        "flag": f"%{first + 1}",
+        # scale a, scale b; transposes of the operands in shared memory: set where depth is not the contiguous dimension
+        "modifiers": ", ".join(["1", "1", *(() if in_registers else ("0",)), "0" if stmt.transpose_b else "1"]),
+        "outputs": ", ".join(f'"+f"(acc[{i}][{2 * j + c}])' for j in range(n // 8) for i in range(2) for c in range(2)),
+        "inputs": ", ".join([*(f'"{letter}"({name})' for name in a), '"l"(b)', '"r"(accumulate)']),
+    }
