@@ -30,6 +30,8 @@ class TensorMap:
 
     def at(self, address: int) -> bytes:
         """The 128 bytes for an address, kept for the next call: encoding costs the driver 9 us. Raises RuntimeError."""
+        if not address:  # an array without elements, from which nothing is loaded: the driver would refuse it
+            return bytes(MAP_BYTES)
         found = self._known.get(address)
         if found is None:
             if len(self._known) >= KEPT:
