@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -13,8 +12,19 @@ from typing import TYPE_CHECKING, Any
 from flashgen import debug
 from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch
 from flashgen.runtime import launch
+from flashgen.runtime.arguments import (
+    VECTORS,
+    Problem,
+    aligned_rows,
+    check,
+    check_dimensions,
+    check_results,
+    check_scale,
+    gapless,
+    row_strides,
+    unreadable,
+)
 from flashgen.runtime.arrays import Library, library_of
-from flashgen.runtime.launch import MAX_BLOCKS
 from flashgen.spec import Spec, parse_dtype
 
 if TYPE_CHECKING:  # the compiler is imported when there is something to compile: it is most of the import time
@@ -26,10 +36,7 @@ if TYPE_CHECKING:  # the compiler is imported when there is something to compile
 LAYOUTS = ("bshd", "bhsd")
 log = logging.getLogger("flashgen")
 TARGETS = ("auto", "cuda", "interpret")
-LOG2_E = math.log2(math.e)
 BOUND_LIMIT = 4096
-VECTORS = ("lse", "dlse")  # float32 (batch, heads, seqlen_q)
-RESULTS = ("o", "dout", *VECTORS)  # what the backward is given besides the forward's inputs
 
 
 def compile(
@@ -122,34 +129,6 @@ def _program(stages: build.Stages) -> Program:
     from flashgen.runtime.program import Program
 
     return Program(stages)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One call's sizes, checked. Strides are (batch, head, row), in elements."""
-
-    batch: int
-    heads: int
-    heads_kv: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    head_dim_v: int
-    strides: tuple[tuple[int, int, int], ...]
-
-    def scalars(self, scale: float) -> dict[str, int | float]:
-        return {
-            "batches": self.batch,
-            "heads": self.heads,
-            "heads_kv": self.heads_kv,
-            "group": self.heads // self.heads_kv,
-            "seqlen_q": self.seqlen_q,
-            "seqlen_k": self.seqlen_k,
-            "scale": scale,
-            "head_dim": self.head_dim,
-            "head_dim_v": self.head_dim_v,
-            "scale_log2": scale * LOG2_E,
-        }
 
 
 class Kernel:
@@ -294,21 +273,21 @@ class Kernel:
 
     def _prepare(self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None) -> Call:
         """Check everything, and bind the programs."""
-        problem = check(self, library, arrays["q"], arrays["k"], arrays["v"])
+        problem = check(self.spec, self.layout, library, arrays["q"], arrays["k"], arrays["v"])
         scale = check_scale(scale, self.spec.head_dim)
         device = library.device(arrays["q"])
         on_gpu = choose_target(self, device)
         o_shape = self._shape(problem.batch, problem.seqlen_q, problem.heads, self.spec.head_dim_v)
         lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
         call = Call(problem, scale, o_shape, lse_shape, device or 0, stage == "backward")
-        check_results(self, library, call, arrays)
-        call.copied = _unreadable(library, self.layout, arrays)
+        check_results(self.spec, library, o_shape, lse_shape, arrays)
+        call.copied = unreadable(library, self.layout, arrays)
         if not on_gpu:
             return call
         assert device is not None
         tiles = {name: array for name, array in arrays.items() if name not in (*VECTORS, *call.copied)}
-        strides = {name: _row_strides(library.strides(array), self.layout) for name, array in tiles.items()}
-        aligned = all(_aligned(library, array) and library.pointer(array) % 16 == 0 for array in tiles.values())
+        strides = {name: row_strides(library.strides(array), self.layout) for name, array in tiles.items()}
+        aligned = all(aligned_rows(library, array) and library.pointer(array) % 16 == 0 for array in tiles.values())
         arch = self._arch_for(device)
         if arch.portable and any(step <= 0 for name in "qkv" for step in strides[name]):
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
@@ -322,7 +301,7 @@ class Kernel:
         problem = call.problem
         vector = (problem.heads * problem.seqlen_q, problem.seqlen_q)
         known: dict[str, tuple[int, ...]] = dict.fromkeys((*VECTORS, "lse_log2", "delta"), vector)
-        known |= dict.fromkeys(("o", "dout"), _row_strides(_contiguous(call.o_shape), self.layout)) | strides
+        known |= dict.fromkeys(("o", "dout"), row_strides(gapless(call.o_shape), self.layout)) | strides
         if stage == "backward":
             for name, heads, seqlen, width in (
                 ("dq", problem.heads, problem.seqlen_q, self.spec.head_dim),
@@ -330,7 +309,7 @@ class Kernel:
                 ("dv", problem.heads_kv, problem.seqlen_k, self.spec.head_dim_v),
             ):
                 shape = self._shape(problem.batch, seqlen, heads, width)
-                known[name] = _row_strides(_contiguous(shape), self.layout)
+                known[name] = row_strides(gapless(shape), self.layout)
             sizes = made[1].stages.plan.sizes
             padded = -(-problem.seqlen_q // sizes["block_q"]) * sizes["block_q"]
             width = sizes["head_dim"]
@@ -393,115 +372,8 @@ class KernelReport:
         return cls(report.registers, spills, shared, report.seconds, report.cached, report)
 
 
-def check(kernel: Kernel, library: Library, q: Any, k: Any, v: Any) -> Problem:
-    """The sizes of a call, or a ValueError that names the argument, the limit and what to do."""
-    spec, layout = kernel.spec, kernel.layout
-    for name, array in zip("qkv", (q, k, v), strict=True):
-        check_dimensions(name, array)
-        if library.dtype_name(array) != spec.dtype.name:
-            found = library.dtype_name(array)
-            raise ValueError(
-                f"{name} is {found} but this kernel takes {spec.dtype}; cast q, k and v to one 16-bit type"
-            )
-        if library.device(array) != library.device(q):
-            raise ValueError(f"{name} is on another device than q; move q, k and v to one")
-        if array.shape[3] > 1 and 0 not in array.shape and library.strides(array)[3] != 1:
-            raise ValueError(f"{name}'s last dimension is not contiguous; call .contiguous() on it")
-    seq, head = (1, 2) if layout == "bshd" else (2, 1)
-    for name, array, width in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.head_dim_v)):
-        if array.shape[3] != width:
-            raise ValueError(f"{name} has head_dim {array.shape[3]} but this kernel takes {width}; compile one for it")
-    for what, axis in (("batch", 0), ("seqlen_k", seq), ("heads_kv", head)):
-        if k.shape[axis] != v.shape[axis]:
-            raise ValueError(f"k and v disagree in {what}: {k.shape[axis]} and {v.shape[axis]}; give both the same")
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k disagree in batch: {q.shape[0]} and {k.shape[0]}; give both the same")
-    heads, heads_kv = q.shape[head], k.shape[head]
-    if not heads_kv or not heads or heads % heads_kv:
-        raise ValueError(f"heads of q = {heads} must be a positive multiple of heads of k and v = {heads_kv}")
-    if heads > MAX_BLOCKS:
-        raise ValueError(f"heads = {heads} exceed the {MAX_BLOCKS} of a grid; fold some of them into the batch")
-    strides = tuple(_row_strides(library.strides(array), layout) for array in (q, k, v))
-    for name, (_, _, row) in zip("qkv", strides, strict=True):
-        if not _in_reach(row):
-            raise ValueError(f"{name}'s rows lie {row} elements apart, over 2^31 - 1; call .contiguous() on it")
-    sizes = (q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], spec.head_dim, spec.head_dim_v)
-    return Problem(*sizes, strides)
-
-
-def check_dimensions(name: str, array: Any) -> None:
-    """ValueError unless the array has the four dimensions of a layout."""
-    if len(array.shape) != 4:
-        raise ValueError(
-            f"{name} has {len(array.shape)} dimensions and needs 4, (batch, seqlen, heads, head_dim) or in layout "
-            "'bhsd' (batch, heads, seqlen, head_dim); reshape it, with 1 for those that it lacks"
-        )
-
-
-def check_results(kernel: Kernel, library: Library, call: Call, arrays: dict[str, Any]) -> None:
-    """ValueError unless o, lse and their gradients, where given, are like what the forward of these q, k, v gives."""
-    for name in filter(arrays.__contains__, RESULTS):
-        array, vector = arrays[name], name in VECTORS
-        shape, dtype = (call.lse_shape, "float32") if vector else (call.o_shape, kernel.spec.dtype.name)
-        like = "lse" if vector else "o"
-        if tuple(array.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(array.shape)}; give it that of the forward's {like}, {shape}")
-        if library.dtype_name(array) != dtype:
-            raise ValueError(f"{name} is {library.dtype_name(array)} but this kernel takes {dtype}; cast it to that")
-        if library.device(array) != library.device(arrays["q"]):
-            raise ValueError(f"{name} is on another device than q; move it to that of q, k and v")
-
-
-def check_scale(scale: float | None, head_dim: int) -> float:
-    """The scale as a float; 1/sqrt(head_dim) where None."""
-    if scale is None:
-        return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"scale must be a Python number, not {type(scale).__name__}; call .item() on a tensor")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale = {scale} must be positive and finite; negate q for a negative one")
-    return float(scale)
-
-
 def choose_target(kernel: Kernel, device: int | None) -> bool:
     """True to launch on the GPU, False to interpret."""
     if kernel.target == "cuda" and device is None:
         raise ValueError("target = 'cuda' but q is on the host; move q, k and v to a GPU or use target='auto'")
     return device is not None and kernel.target != "interpret"
-
-
-def _row_strides(strides: tuple[int, ...], layout: str) -> tuple[int, int, int]:
-    """(batch, head, row) strides."""
-    return (strides[0], strides[2], strides[1]) if layout == "bshd" else (strides[0], strides[1], strides[2])
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))
-
-
-def _aligned(library: Library, array: Any) -> bool:
-    """True where every row starts on a 16-byte boundary if the first does (elements of 2 bytes)."""
-    sizes = zip(array.shape[:3], library.strides(array)[:3], strict=True)
-    return all(size <= 1 or stride % 8 == 0 for size, stride in sizes)
-
-
-def _in_reach(row: int) -> bool:
-    """True where the kernels' 32-bit arithmetic holds the stride between rows."""
-    return -(2**31) <= row < 2**31
-
-
-def _unreadable(library: Library, layout: str, arrays: dict[str, Any]) -> tuple[str, ...]:
-    """The backward's inputs to copy: rows that are not contiguous, not aligned or too far apart; vectors with gaps."""
-    found = []
-    for name in filter(arrays.__contains__, RESULTS):
-        array, strides = arrays[name], library.strides(arrays[name])
-        if name in VECTORS:
-            readable = strides == _contiguous(array.shape)
-        else:
-            readable = strides[3] == 1 and _aligned(library, array) and _in_reach(_row_strides(strides, layout)[2])
-        if not readable:
-            found.append(name)
-    return tuple(found)

@@ -8,6 +8,7 @@ import pytest
 import flashgen
 from flashgen import api
 from flashgen.runtime import interpret
+from flashgen.runtime.arguments import row_strides
 from flashgen.runtime.arrays import LIBRARIES
 
 GIVEN = ("o", "dout", "lse", "dlse")
@@ -239,7 +240,7 @@ def test_what_a_gpu_is_launched_with(kernel, fake_gpu, name, how):
         assert in_place == (how is None or (how == "turned" and name in ("o", "dout")))
         used = given[name] if in_place else contiguous
         strides = tuple(stride // used.itemsize for stride in used.strides)
-        want = api._row_strides(strides, kernel.layout) if used.ndim == 4 else strides[:2]
+        want = row_strides(strides, kernel.layout) if used.ndim == 4 else strides[:2]
         assert made.strides[name] == want
         assert all(made.pointers[key] == given[key].ctypes.data for key in given if key != name)
 

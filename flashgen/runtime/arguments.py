@@ -1,0 +1,150 @@
+"""What the arrays of a call must be: checked before anything is compiled, with one sentence for each refusal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.runtime.arrays import Library
+from flashgen.runtime.launch import MAX_BLOCKS
+from flashgen.spec import Spec
+
+LOG2_E = math.log2(math.e)
+VECTORS = ("lse", "dlse")  # float32 (batch, heads, seqlen_q)
+RESULTS = ("o", "dout", *VECTORS)  # what the backward is given besides the forward's inputs
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call's sizes, checked. Strides are (batch, head, row), in elements."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    strides: tuple[tuple[int, int, int], ...]
+
+    def scalars(self, scale: float) -> dict[str, int | float]:
+        return {
+            "batches": self.batch,
+            "heads": self.heads,
+            "heads_kv": self.heads_kv,
+            "group": self.heads // self.heads_kv,
+            "seqlen_q": self.seqlen_q,
+            "seqlen_k": self.seqlen_k,
+            "scale": scale,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "scale_log2": scale * LOG2_E,
+        }
+
+
+def check(spec: Spec, layout: str, library: Library, q: Any, k: Any, v: Any) -> Problem:
+    """The sizes of a call, or a ValueError that names the argument, the limit and what to do."""
+    for name, array in zip("qkv", (q, k, v), strict=True):
+        check_dimensions(name, array)
+        if library.dtype_name(array) != spec.dtype.name:
+            found = library.dtype_name(array)
+            raise ValueError(
+                f"{name} is {found} but this kernel takes {spec.dtype}; cast q, k and v to one 16-bit type"
+            )
+        if library.device(array) != library.device(q):
+            raise ValueError(f"{name} is on another device than q; move q, k and v to one")
+        if array.shape[3] > 1 and 0 not in array.shape and library.strides(array)[3] != 1:
+            raise ValueError(f"{name}'s last dimension is not contiguous; call .contiguous() on it")
+    seq, head = (1, 2) if layout == "bshd" else (2, 1)
+    for name, array, width in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.head_dim_v)):
+        if array.shape[3] != width:
+            raise ValueError(f"{name} has head_dim {array.shape[3]} but this kernel takes {width}; compile one for it")
+    for what, axis in (("batch", 0), ("seqlen_k", seq), ("heads_kv", head)):
+        if k.shape[axis] != v.shape[axis]:
+            raise ValueError(f"k and v disagree in {what}: {k.shape[axis]} and {v.shape[axis]}; give both the same")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k disagree in batch: {q.shape[0]} and {k.shape[0]}; give both the same")
+    heads, heads_kv = q.shape[head], k.shape[head]
+    if not heads_kv or not heads or heads % heads_kv:
+        raise ValueError(f"heads of q = {heads} must be a positive multiple of heads of k and v = {heads_kv}")
+    if heads > MAX_BLOCKS:
+        raise ValueError(f"heads = {heads} exceed the {MAX_BLOCKS} of a grid; fold some of them into the batch")
+    strides = tuple(row_strides(library.strides(array), layout) for array in (q, k, v))
+    for name, (_, _, row) in zip("qkv", strides, strict=True):
+        if not in_reach(row):
+            raise ValueError(f"{name}'s rows lie {row} elements apart, over 2^31 - 1; call .contiguous() on it")
+    sizes = (q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], spec.head_dim, spec.head_dim_v)
+    return Problem(*sizes, strides)
+
+
+def check_dimensions(name: str, array: Any) -> None:
+    """ValueError unless the array has the four dimensions of a layout."""
+    if len(array.shape) != 4:
+        raise ValueError(
+            f"{name} has {len(array.shape)} dimensions and needs 4, (batch, seqlen, heads, head_dim) or in layout "
+            "'bhsd' (batch, heads, seqlen, head_dim); reshape it, with 1 for those that it lacks"
+        )
+
+
+def check_results(spec: Spec, library: Library, o_shape: tuple, lse_shape: tuple, arrays: dict[str, Any]) -> None:
+    """ValueError unless o, lse and their gradients, where given, are like what the forward of these q, k, v gives."""
+    for name in filter(arrays.__contains__, RESULTS):
+        array, vector = arrays[name], name in VECTORS
+        shape, dtype = (lse_shape, "float32") if vector else (o_shape, spec.dtype.name)
+        like = "lse" if vector else "o"
+        if tuple(array.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(array.shape)}; give it that of the forward's {like}, {shape}")
+        if library.dtype_name(array) != dtype:
+            raise ValueError(f"{name} is {library.dtype_name(array)} but this kernel takes {dtype}; cast it to that")
+        if library.device(array) != library.device(arrays["q"]):
+            raise ValueError(f"{name} is on another device than q; move it to that of q, k and v")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The scale as a float; 1/sqrt(head_dim) where None."""
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a Python number, not {type(scale).__name__}; call .item() on a tensor")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale = {scale} must be positive and finite; negate q for a negative one")
+    return float(scale)
+
+
+def row_strides(strides: tuple[int, ...], layout: str) -> tuple[int, int, int]:
+    """(batch, head, row) strides."""
+    return (strides[0], strides[2], strides[1]) if layout == "bshd" else (strides[0], strides[1], strides[2])
+
+
+def gapless(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of an array without gaps."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+def aligned_rows(library: Library, array: Any) -> bool:
+    """True where every row starts on a 16-byte boundary if the first does (elements of 2 bytes)."""
+    sizes = zip(array.shape[:3], library.strides(array)[:3], strict=True)
+    return all(size <= 1 or stride % 8 == 0 for size, stride in sizes)
+
+
+def in_reach(row: int) -> bool:
+    """True where the kernels' 32-bit arithmetic holds the stride between rows."""
+    return -(2**31) <= row < 2**31
+
+
+def unreadable(library: Library, layout: str, arrays: dict[str, Any]) -> tuple[str, ...]:
+    """The backward's inputs to copy: rows that are not contiguous, not aligned or too far apart; vectors with gaps."""
+    found = []
+    for name in filter(arrays.__contains__, RESULTS):
+        array, strides = arrays[name], library.strides(arrays[name])
+        if name in VECTORS:
+            readable = strides == gapless(array.shape)
+        else:
+            readable = strides[3] == 1 and aligned_rows(library, array) and in_reach(row_strides(strides, layout)[2])
+        if not readable:
+            found.append(name)
+    return tuple(found)
