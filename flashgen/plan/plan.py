@@ -49,7 +49,7 @@ class Candidate:
 
     def __str__(self) -> str:
         tile = " x ".join(f"{name.removeprefix('block_')} {size}" for name, size in self.blocks)
-        return f"{tile}, {self.warps} warps{self._stages_text()}{self._layout_text()}"
+        return f"{tile}, {self.warps} warp{'s' * (self.warps != 1)}{self._stages_text()}{self._layout_text()}"
 
     def _stages_text(self) -> str:
         """How deep the copies are staged: one number where all tiles agree."""
@@ -180,7 +180,12 @@ class Plan:
         return "\n".join(lines) + "\n"
 
     def explain(self) -> str:
-        """The decisions, the ranking of the candidates that fit and a sentence for each that does not."""
+        """The decisions, the ranking of the candidates that fit and a sentence for each that does not.
+
+        A kernel that follows another's blocks has no candidates of its own.
+        """
+        if not self.verdicts:
+            return self.text()
         ranked = [verdict for verdict in self.verdicts if not verdict.rejection]
         lines = [self.text().rstrip(), "  candidates that fit, best first (clocks a multiprocessor spends on a MFLOP):"]
         lines += [f"    {verdict.cost:8.1f}  {verdict.candidate}: {verdict.why}" for verdict in ranked]

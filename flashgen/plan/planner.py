@@ -103,7 +103,8 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     waited = sum(count == 1 for _, count in candidate.stages) / max(len(candidate.stages), 1)
     clocks = work.clocks(blocks, candidate.warps, waited) * 1e6 / max(work.flops, 1)
     why = (
-        f"{needed / KIB:.1f} KiB, {registers} registers, {blocks} blocks; a step takes {work.matrix:.0f} clocks of "
+        f"{needed / KIB:.1f} KiB, {registers} registers, {blocks} block{'s' * (blocks != 1)}; "
+        f"a step takes {work.matrix:.0f} clocks of "
         f"matrix work, {work.shared:.0f} of shared memory, {work.special:.0f} of exponentials"
     )
     return Verdict(candidate, cost=clocks, why=why)
