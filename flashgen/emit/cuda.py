@@ -38,7 +38,7 @@ def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
         fragments=_fragments(kernel, names),
         registers=_registers(kernel, names),
         products=products(kernel, names, spec),
-        barriers=[{"name": name, "offset": offset} for name, offset, _ in plan.barriers],
+        barriers=_barriers(plan),
         launch_threads="THREADS + PRODUCER_THREADS" if plan.producer_warps else "THREADS",
         alignment=max([16, *(SWIZZLE_ALIGNMENT for place in plan.shared if place.swizzled)]),
         body=_body(kernel.body, names),
@@ -141,6 +141,11 @@ def _shared(kernel: Kernel, plan: Plan) -> list[Fields]:
             }
         )
     return result
+
+
+def _barriers(plan: Plan) -> list[Fields]:
+    """The mbarriers behind the tiles."""
+    return [{"name": name, "constant": f"{name.upper()}_OFFSET", "offset": offset} for name, offset, _ in plan.barriers]
 
 
 def _fragments(kernel: Kernel, names: Names) -> list[Fields]:

@@ -36,12 +36,20 @@ def _product(kernel: Kernel, names: Names, spec: Spec, stmt: Wgmma) -> Fields:
         "cols": n // 4,
         "type": "bf16" if spec.dtype == BF16 else "f16",
         "a_parameters": ", ".join(f"{'uint32' if in_registers else 'uint64'} {name}" for name in a),
-        "registers": ", ".join(f"%{index}" for index in range(count)),
+        "registers": _lines([f"%{index}" for index in range(count)], 16),
         "a": f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}" if in_registers else f"%{count}",
         "b": f"%{first}",
         "flag": f"%{first + 1}",
         # scale a, scale b; transposes of the operands in shared memory: set where depth is not the contiguous dimension
         "modifiers": ", ".join(["1", "1", *(() if in_registers else ("0",)), "0" if stmt.transpose_b else "1"]),
-        "outputs": ", ".join(f'"+f"(acc[{i}][{2 * j + c}])' for j in range(n // 8) for i in range(2) for c in range(2)),
+        "outputs": _lines(
+            [f'"+f"(acc[{i}][{2 * j + c}])' for j in range(n // 8) for i in range(2) for c in range(2)], 4
+        ),
         "inputs": ", ".join([*(f'"{letter}"({name})' for name in a), '"l"(b)', '"r"(accumulate)']),
     }
+
+
+def _lines(items: list[str], each: int) -> list[str]:
+    """A list over several lines, with its commas."""
+    rows = [", ".join(items[at : at + each]) for at in range(0, len(items), each)]
+    return [f"{row}, " for row in rows[:-1]] + rows[-1:]
