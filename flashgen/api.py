@@ -56,7 +56,8 @@ def compile(
     causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q.
     dtype: "bfloat16", "float16", or the torch or NumPy dtype.
     layout: "bshd" (batch, seqlen, heads, head_dim) or "bhsd".
-    arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90" or "sm_120"; None is the current GPU's, or sm_80 without one.
+    arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a" (Hopper's own instructions) or "sm_120"; None is the
+        current GPU's portable one, or sm_80 without a GPU.
     target: "cuda", "interpret" (the CPU interpreter), or "auto": by where the arrays are.
     deterministic: the backward repeats bit for bit, at the price of computing the scores twice.
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from flashgen import build
 from flashgen.ir.dtype import BF16, F16
-from flashgen.ir.printer import kernel_text
 from flashgen.plan.arch import ARCHES
 from flashgen.spec import Spec
 
@@ -41,7 +40,7 @@ def files(spec: Spec) -> dict[str, str]:
     for stages in (*build.everything(spec, SHOWN).values(), *own):
         path = f"{stages.plan.arch.family}/{spec}/{stages.tile.name}"
         texts[f"{path}.cu"] = stages.source.text
-        texts[f"{path}.ir"] = f"{kernel_text(stages.tile)}\n{kernel_text(stages.machine)}"
+        texts[f"{path}.ir"] = f"{stages.tile_text}\n{stages.machine_text}"
         texts[f"{path}.plan"] = stages.plan.text()
     return texts
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashgen.ir.expr import Cast
 from flashgen.ir.nodes import (
     Accumulate,
     Buffer,
@@ -13,8 +12,6 @@ from flashgen.ir.nodes import (
     Gemm,
     Kernel,
     Level,
-    Map,
-    RowReduce,
     Space,
     Stmt,
     Tile,
@@ -22,6 +19,7 @@ from flashgen.ir.nodes import (
     name_of,
 )
 from flashgen.ir.visit import Body, rewrite_kernel
+from flashgen.lower.selection import select_shared
 from flashgen.machine import base, sm80
 from flashgen.plan.plan import Plan
 
@@ -55,40 +53,27 @@ def _rows_layout(kernel: Kernel, buffer: Buffer, plan: Plan) -> tuple[int, int]:
 def _select(kernel: Kernel, stmt: Stmt, plan: Plan) -> Stmt | Body:
     note = stmt.note
     match stmt:
-        case Copy():
-            return replace(_copy(kernel, stmt, plan), note=note)
+        case Copy(src=Window()):
+            return replace(_load(kernel, stmt, plan), note=note)
         case Fill(dst=Window() as window):
             return base.ZeroWindow(window, note=note)
-        case Fill(dst=str() as fragment):
-            return base.FillFragment(fragment, stmt.value, note=note)
         case Gemm():
             a = stmt.a if kernel.space(stmt.a) is Space.REGISTER else Tile(stmt.a)
             flags = (stmt.transpose_a, stmt.transpose_b, stmt.accumulate)
             return sm80.MmaSync(stmt.acc, a, Tile(stmt.b), *flags, note=note)
-        case Map(expr=Cast(x=value)) if kernel.buffer(stmt.dst).dtype.bytes == 2:
-            return base.PackFragment(stmt.dst, value, note=note)
-        case Map():
-            return base.MapFragment(stmt.dst, stmt.expr, note=note)
-        case RowReduce():
-            return base.ReduceRows(stmt.dst, stmt.op, stmt.src, note=note), base.CombineLanes(stmt.dst, stmt.op)
         case Accumulate():
             return base.AddFragment(stmt.dst, stmt.src, note=note)
-    return stmt
+    return select_shared(kernel, stmt)
 
 
-def _copy(kernel: Kernel, stmt: Copy, plan: Plan) -> Stmt:
-    """The copy that fits the two places."""
-    dst, src = kernel.buffer(name_of(stmt.dst)), kernel.buffer(name_of(stmt.src))
-    if isinstance(stmt.src, Window):
-        if dst.space is Space.REGISTER:
-            load = base.LoadRows if len(dst.shape) == 1 else base.LoadFragment
-            return load(dst.name, stmt.src)
-        if len(dst.shape) == 1:
-            return sm80.CopyVectorAsync(Tile(dst.name), stmt.src)
-        copy = sm80.CopyTileAsync if plan.vector_bytes == 16 else sm80.CopyTileElements
-        return copy(Tile(dst.name), stmt.src)
-    if isinstance(stmt.dst, Window):
-        if src.space is Space.REGISTER:
-            return base.StoreRows(stmt.dst, src.name)
-        return base.StoreTile(stmt.dst, Tile(src.name))
-    return base.StoreFragment(Tile(dst.name), src.name)
+def _load(kernel: Kernel, stmt: Copy, plan: Plan) -> Stmt:
+    """The copy from global memory that fits its target."""
+    assert isinstance(stmt.src, Window)
+    dst = kernel.buffer(name_of(stmt.dst))
+    if dst.space is Space.REGISTER:
+        load = base.LoadRows if len(dst.shape) == 1 else base.LoadFragment
+        return load(dst.name, stmt.src)
+    if len(dst.shape) == 1:
+        return sm80.CopyVectorAsync(Tile(dst.name), stmt.src)
+    copy = sm80.CopyTileAsync if plan.vector_bytes == 16 else sm80.CopyTileElements
+    return copy(Tile(dst.name), stmt.src)

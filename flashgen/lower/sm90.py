@@ -12,7 +12,6 @@ from flashgen.calculus import Term, affine, conjuncts
 from flashgen.ir.expr import (
     NEG_INF,
     Binary,
-    Cast,
     Compare,
     Const,
     Expr,
@@ -27,15 +26,12 @@ from flashgen.ir.expr import (
 from flashgen.ir.graph import access, independent
 from flashgen.ir.nodes import (
     Copy,
-    Fill,
     For,
     Gemm,
     If,
     Kernel,
     Let,
     Level,
-    Map,
-    RowReduce,
     Space,
     Stmt,
     Tile,
@@ -43,6 +39,7 @@ from flashgen.ir.nodes import (
     name_of,
 )
 from flashgen.ir.visit import Body, inline_lets, rewrite_kernel, statements, substitute_stmt
+from flashgen.lower.selection import select_shared
 from flashgen.machine import base
 from flashgen.machine.sm90 import (
     ArriveEmpty,
@@ -77,33 +74,13 @@ def _placed(buffer, plan: Plan):
 
 
 def _select(kernel: Kernel, stmt: Stmt) -> Stmt | Body:
-    note = stmt.note
     match stmt:
-        case Copy():
-            return replace(_copy(kernel, stmt), note=note)
-        case Fill(dst=str() as fragment):
-            return base.FillFragment(fragment, stmt.value, note=note)
+        case Copy(src=Window() as window):
+            return TmaLoad(Tile(name_of(stmt.dst)), window, note=stmt.note)
         case Gemm():
             a = stmt.a if kernel.space(stmt.a) is Space.REGISTER else Tile(stmt.a)
-            return Wgmma(stmt.acc, a, Tile(stmt.b), stmt.transpose_b, stmt.accumulate, note=note)
-        case Map(expr=Cast(x=value)) if kernel.buffer(stmt.dst).dtype.bytes == 2:
-            return base.PackFragment(stmt.dst, value, note=note)
-        case Map():
-            return base.MapFragment(stmt.dst, stmt.expr, note=note)
-        case RowReduce():
-            return base.ReduceRows(stmt.dst, stmt.op, stmt.src, note=note), base.CombineLanes(stmt.dst, stmt.op)
-    return stmt
-
-
-def _copy(kernel: Kernel, stmt: Copy) -> Stmt:
-    dst, src = kernel.buffer(name_of(stmt.dst)), kernel.buffer(name_of(stmt.src))
-    if isinstance(stmt.src, Window):
-        return TmaLoad(Tile(dst.name), stmt.src)
-    if isinstance(stmt.dst, Window):
-        if src.space is Space.REGISTER:
-            return base.StoreRows(stmt.dst, src.name)
-        return base.StoreTile(stmt.dst, Tile(src.name))
-    return base.StoreFragment(Tile(dst.name), src.name)
+            return Wgmma(stmt.acc, a, Tile(stmt.b), stmt.transpose_b, stmt.accumulate, note=stmt.note)
+    return select_shared(kernel, stmt)
 
 
 def isolate_columns(kernel: Kernel, plan: Plan) -> Kernel:

@@ -23,7 +23,8 @@ def candidates(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Ca
         yield from _rows_of_queries(kernel, arch)
 
 
-def _tile_names(kernel: Kernel) -> list[str]:
+def tile_names(kernel: Kernel) -> list[str]:
+    """The register tiles of a kernel."""
     return [item.name for item in kernel.buffers if item.space is Space.REGISTER and len(item.shape) == 2]
 
 
@@ -40,7 +41,7 @@ def _rows_of_queries(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
             blocks=(("block_q", warps * height * m), ("block_kv", block_kv)),
             warps=warps,
             stages=(("k_tile", stages), ("v_tile", stages)),
-            layouts=tuple((name, (warps, 1)) for name in _tile_names(kernel)),
+            layouts=tuple((name, (warps, 1)) for name in tile_names(kernel)),
         )
 
 
@@ -51,7 +52,7 @@ def _backward(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Can
         if warps % split:
             continue
         layout = (warps // split, split)
-        layouts = dict.fromkeys(_tile_names(kernel), layout)
+        layouts = dict.fromkeys(tile_names(kernel), layout)
         if "dq_acc" in layouts:
             layouts["dq_acc"] = balanced(warps, block_q, sizes["head_dim"], arch)
         yield Candidate(

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from flashgen.ir.nodes import Copy, Kernel, Space, Window, name_of
+from flashgen.ir.nodes import Copy, Kernel, Window, name_of
 from flashgen.ir.visit import statements
 from flashgen.plan import smem
 from flashgen.plan.arch import Arch
+from flashgen.plan.candidates import tile_names
 from flashgen.plan.plan import KIB, Candidate, Placement, Verdict
 
 ROLE_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -30,12 +31,8 @@ def candidates(kernel: Kernel) -> Iterator[Candidate]:
             blocks=(("block_q", 64 * warpgroups), ("block_kv", block_kv)),
             warps=4 * warpgroups + 4,
             stages=(("k_tile", 2), ("v_tile", 2)),
-            layouts=tuple((name, (4 * warpgroups, 1)) for name in _register_tiles(kernel)),
+            layouts=tuple((name, (4 * warpgroups, 1)) for name in tile_names(kernel)),
         )
-
-
-def _register_tiles(kernel: Kernel) -> list[str]:
-    return [item.name for item in kernel.buffers if item.space is Space.REGISTER and len(item.shape) == 2]
 
 
 def swizzled(kernel: Kernel) -> set[str]:

@@ -1,0 +1,39 @@
+"""Instruction selection that families share: what TILE statements on registers and stores of tiles become."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.ir.expr import Cast
+from flashgen.ir.nodes import Copy, Fill, Kernel, Map, RowReduce, Space, Stmt, Tile, Window, name_of
+from flashgen.ir.visit import Body
+from flashgen.machine import base
+
+
+def select_shared(kernel: Kernel, stmt: Stmt) -> Stmt | Body:
+    """The statement of machine/base.py, or the statement itself where the choice is the family's."""
+    note = stmt.note
+    match stmt:
+        case Copy():
+            return replace(_store(kernel, stmt), note=note)
+        case Fill(dst=str() as fragment):
+            return base.FillFragment(fragment, stmt.value, note=note)
+        case Map(expr=Cast(x=value)) if kernel.buffer(stmt.dst).dtype.bytes == 2:
+            return base.PackFragment(stmt.dst, value, note=note)
+        case Map():
+            return base.MapFragment(stmt.dst, stmt.expr, note=note)
+        case RowReduce():
+            return base.ReduceRows(stmt.dst, stmt.op, stmt.src, note=note), base.CombineLanes(stmt.dst, stmt.op)
+    return stmt
+
+
+def _store(kernel: Kernel, stmt: Copy) -> Stmt:
+    """The copy out of registers or of shared memory; a copy into the chip is left as it is."""
+    if isinstance(stmt.src, Window):
+        return stmt
+    src = kernel.buffer(name_of(stmt.src))
+    if isinstance(stmt.dst, Window):
+        if src.space is Space.REGISTER:
+            return base.StoreRows(stmt.dst, src.name)
+        return base.StoreTile(stmt.dst, Tile(src.name))
+    return base.StoreFragment(Tile(name_of(stmt.dst)), src.name)
