@@ -98,6 +98,8 @@ def tune(cell: Cell, yardsticks: Iterable[Peer], harness: Harness, limit: int, a
     best = next((row for row in rows if row["name"] in by_name and "ms" in row and not row["failure"]), None)
     if best is not None:
         options = f"--limit {limit} --rounds {harness.rounds}"
+        if arch != current_arch():
+            options += f" --arch {arch.name}"
         best["line"] = table_line(cell, by_name[best["name"]], best["tflops"], options)
     return rows
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from flashgen.ir.expr import variables
 from flashgen.ir.nodes import For, Kernel, Let, Space, Stmt, name_of
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -107,20 +108,21 @@ def independent(body: Body, first: int, second: int) -> bool:
     return not ties(body, first, second)
 
 
-def _remembered(function: Callable[[Kernel, Space], T]) -> Callable[[Kernel, Space], T]:
+def remembered(function: Callable[Concatenate[Kernel, P], T]) -> Callable[Concatenate[Kernel, P], T]:
     """Results are kept on the kernel, which never changes: the planner asks the same for each of its candidates."""
 
     @wraps(function)
-    def ask(kernel: Kernel, space: Space) -> T:
+    def ask(kernel: Kernel, *args: P.args, **named: P.kwargs) -> T:
         answers = vars(kernel).setdefault("_answers", {})
-        if (function, space) not in answers:
-            answers[function, space] = function(kernel, space)
-        return answers[function, space]
+        question = (function, args, *named.items())
+        if question not in answers:
+            answers[question] = function(kernel, *args, **named)
+        return answers[question]
 
     return ask
 
 
-@_remembered
+@remembered
 def live_intervals(kernel: Kernel, space: Space) -> dict[str, tuple[int, int]]:
     """First and last position at which each buffer of a space is needed, numbering statements in program order.
 
@@ -165,7 +167,7 @@ def _number(body: Body, loop: tuple[int, int] | None, order: list) -> None:
         _number(inner, span, order)
 
 
-@_remembered
+@remembered
 def interference(kernel: Kernel, space: Space) -> nx.Graph:
     """Buffers of a space as nodes, an edge between two that are alive together."""
     import networkx as nx

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flashgen.ir.expr import Unary, walk
-from flashgen.ir.graph import live_intervals
+from flashgen.ir.graph import live_intervals, remembered
 from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Map, Space, Stmt, Window, name_of
 from flashgen.ir.visit import statements
 from flashgen.plan.arch import Arch
@@ -56,13 +56,10 @@ def loop_statements(kernel: Kernel) -> Iterator[Stmt]:
             yield stmt
 
 
+@remembered
 def _looped(kernel: Kernel) -> list[tuple[Stmt, int]]:
-    """The loop's statements, each with the functions that it evaluates for an element: counted once a kernel."""
-    known = vars(kernel).get("_looped")
-    if known is None:
-        known = [(stmt, _functions(stmt)) for stmt in loop_statements(kernel)]
-        vars(kernel)["_looped"] = known
-    return known
+    """The loop's statements, each with the functions that it evaluates for an element."""
+    return [(stmt, _functions(stmt)) for stmt in loop_statements(kernel)]
 
 
 def _functions(stmt: Stmt) -> int:
