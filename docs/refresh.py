@@ -22,7 +22,7 @@ from flashgen.cli.show import passes_text  # noqa: E402
 from flashgen.ir import verify  # noqa: E402
 from flashgen.ir.nodes import Stmt  # noqa: E402
 from flashgen.ir.printer import kernel_text  # noqa: E402
-from flashgen.machine import base, sm80  # noqa: E402
+from flashgen.machine import base, sm80, sm90  # noqa: E402
 from flashgen.plan.arch import ARCHES, KIB  # noqa: E402
 from flashgen.spec import Spec  # noqa: E402
 
@@ -169,7 +169,7 @@ def machine_statements() -> str:
     """The MACHINE statements: meaning and precondition."""
     kinds = [
         kind
-        for module in (base, sm80)
+        for module in (base, sm80, sm90)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, base.MachineStmt) and kind.NAME
     ]

@@ -57,7 +57,7 @@ def compile(
     dtype: "bfloat16", "float16", or the torch or NumPy dtype.
     layout: "bshd" (batch, seqlen, heads, head_dim) or "bhsd".
     arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a" (Hopper's own instructions) or "sm_120"; None is the
-        current GPU's portable one, or sm_80 without a GPU.
+        current GPU's own, or sm_80 without a GPU.
     target: "cuda", "interpret" (the CPU interpreter), or "auto": by where the arrays are.
     deterministic: the backward repeats bit for bit, at the price of computing the scores twice.
 
@@ -318,7 +318,7 @@ class Kernel:
             call.workspaces = dict.fromkeys(("lse_log2", "delta"), call.lse_shape)
             if not self.spec.deterministic:
                 call.workspaces["dq_workspace"] = (problem.batch, problem.heads, padded, width)
-        scalars = problem.scalars(call.scale)
+        scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
         return tuple(program.bind(known, scalars) for program in made)
 
     def _arch_for(self, device: int) -> Arch:

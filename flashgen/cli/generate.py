@@ -33,7 +33,7 @@ WIDTH = 150  # of the table where the output is not a terminal
 @click.option("--jobs", type=click.IntRange(1), help="Compiles at once.  [default: one a core]")
 @click.option("--out", type=click.Path(file_okay=False), help="The folder.  [default: generated/ of this checkout]")
 def command(check: bool, no_compile: bool, jobs: int | None, out: str | None) -> None:
-    """Write the catalog's kernels to generated/ and compile them with NVRTC for sm_80, sm_86, sm_89, sm_90 and sm_120.
+    """Write the catalog's kernels to generated/ and compile them for sm_80, sm_86, sm_89, sm_90, sm_90a and sm_120.
 
     generated/ holds the sm_80 text of each kernel: .cu, .ir (TILE, then MACHINE) and .plan. Files that no longer
     belong to the catalog are removed. Each chip is compiled with its own plan; the table shows registers, spills and

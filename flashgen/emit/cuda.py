@@ -106,7 +106,7 @@ def _tensors(kernel: Kernel) -> list[Fields]:
     """Global arrays as members of the argument struct, in the order in which the launcher packs them."""
     by_map = mapped(kernel)
     return [
-        {"declaration": f"{_tensor_type(buffer, by_map)} {buffer.name}", "shape": ", ".join(buffer.shape)}
+        {"declaration": f"{_tensor_type(buffer, by_map)} {buffer.name}", "shape": ", ".join(buffer.shape) or "one"}
         for buffer in kernel.buffers
         if buffer.space is Space.GLOBAL
     ]
@@ -115,6 +115,8 @@ def _tensors(kernel: Kernel) -> list[Fields]:
 def _tensor_type(buffer: Buffer, by_map: set[str]) -> str:
     if buffer.name in by_map:
         return "TensorMap"
+    if not buffer.shape:
+        return f"{buffer.dtype.cuda}*"
     kind = "Tensor" if len(buffer.shape) == 4 else "Vector"
     return f"{kind}<{_element(buffer.dtype)}>"
 
@@ -134,6 +136,7 @@ def _shared(kernel: Kernel, plan: Plan) -> list[Fields]:
                 "type": camel(buffer.name),
                 "is_tile": tile,
                 "is_panels": place.swizzled,
+                "element": buffer.dtype.cuda,
                 "shape": ", ".join(dim.upper() for dim in buffer.shape),
                 "row_bytes": place.row_bytes,
                 "offset": place.offset,

@@ -7,7 +7,7 @@ from dataclasses import fields
 from flashgen.emit.cexpr import c_text
 from flashgen.ir.expr import Compare, Const, Expr, I, J, Load, Var, rebuild
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
-from flashgen.machine import sm90
+from flashgen.machine import base, sm90
 from flashgen.machine.sm80 import MmaSync
 from flashgen.plan.plan import Plan
 
@@ -51,6 +51,10 @@ class Names:
             return name.upper()
         return f"args.{name}" if name in self.scalars else name
 
+    def in_panels(self, buffer: Buffer) -> bool:
+        """True for a shared tile as TMA moves it."""
+        return buffer.space is Space.SHARED and self.plan.placement(buffer.name).swizzled
+
     def uniform(self, expr: Expr) -> str:
         return c_text(expr, self.variable)
 
@@ -61,10 +65,16 @@ class Names:
         if isinstance(place, Window):
             return f"args.{place.buffer}.at({', '.join(self.uniform(index) for index in place.origin)})"
         buffer = self.kernel.buffer(place.buffer)
-        if place.stage == Const(0):
+        if place.stage == Const(0) or buffer.stages == 1:
             return place.buffer
-        size = f"{camel(buffer.name)}::BYTES" if len(buffer.shape) == 2 else buffer.shape[0].upper()
+        size = f"{camel(buffer.name)}::BYTES" if len(buffer.shape) == 2 else self._length(buffer)
         return f"{place.buffer} + {c_text(place.stage, self.variable, parent=6)} * {size}"
+
+    def _length(self, buffer: Buffer) -> str:
+        """Elements from stage to stage of what is no tile."""
+        if buffer.shape:
+            return buffer.shape[0].upper()
+        return str(self.plan.placement(buffer.name).stage_bytes // buffer.dtype.bytes)
 
     def element(self, expr: Expr, dst: Buffer, column: str = "j") -> str:
         """The expression for the element (i, column) of this thread's part of a register buffer."""
@@ -112,11 +122,14 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
     """The fields of one statement, spelled; `body` is the text of its inner statements."""
     view: Fields = {"note": stmt.note, "body": body}
     if isinstance(stmt, For):
-        return view | {"axis": stmt.axis, "start": names.uniform(stmt.start), "stop": names.uniform(stmt.stop)}
+        view |= {"axis": stmt.axis, "start": names.uniform(stmt.start), "stop": names.uniform(stmt.stop)}
+        return view | {"stays_rolled": any(isinstance(inner, sm90.TmaLoad) for inner in stmt.body)}
     if isinstance(stmt, If):
         return view | {"condition": names.uniform(stmt.condition)}
-    if isinstance(stmt, Let):
+    if isinstance(stmt, Let | base.Counter | base.Assign):
         return view | {"name": stmt.name, "value": names.uniform(stmt.value)}
+    if isinstance(stmt, base.WhileLoop):
+        return view | {"condition": names.uniform(stmt.condition)}
     if isinstance(stmt, MmaSync):
         view |= _product(stmt, names)
     if isinstance(stmt, sm90.Sm90Stmt):
@@ -125,7 +138,7 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
         value = getattr(stmt, item.name)
         if isinstance(value, Window):
             view |= _window(value, item.name, names)
-        elif (isinstance(value, str) and item.name in ("dst", "src", "acc", "a")) or isinstance(value, Tile):
+        elif (isinstance(value, str) and item.name in ("dst", "src", "acc", "a", "b")) or isinstance(value, Tile):
             view |= _on_chip(value, item.name, names)
         elif isinstance(value, Expr) and hasattr(stmt, "dst"):
             view |= _expression(value, stmt, names)
@@ -157,13 +170,27 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
         return {
             "instruction": instruction(stmt, names),
             "depth": a.shape[1].upper(),
+            "a_operand": "" if isinstance(stmt.a, str) else f"{stmt.a.buffer}_operand",
+            "b_operand": f"{stmt.b.buffer}_operand",
             "b_order": "k_major" if stmt.transpose_b else "mn_major",
             "accumulated": "1" if stmt.accumulate else "k > 0",
         }
     if isinstance(stmt, sm90.TmaLoad):
         batch, head, row = (names.uniform(index) for index in stmt.src.origin)
         full = _barrier(stmt.dst, "full", names)
-        return {"tensor": stmt.src.buffer, "batch": batch, "head": head, "row": row, "full": full}
+        policy = "keep_in_cache" if stmt.reuse else "leave_cache_first"
+        return {"tensor": stmt.src.buffer, "batch": batch, "head": head, "row": row, "full": full, "policy": policy}
+    if isinstance(stmt, sm90.TmaStore):
+        batch, head, row = (names.uniform(index) for index in stmt.dst.origin)
+        return {"tensor": stmt.dst.buffer, "batch": batch, "head": head, "row": row}
+    if isinstance(stmt, sm90.Describe):
+        major = "mn_major" if stmt.order == "columns" else "k_major"
+        return {"operand": f"{stmt.tile.buffer}_operand", "own_rows": stmt.order == "own rows", "major": major}
+    if isinstance(stmt, sm90.PublishTile):
+        values = ", ".join(names.uniform(value) for value in stmt.values)
+        return {"full": _barrier(stmt.dst, "full", names), "published": values}
+    if isinstance(stmt, sm90.TakeTile):
+        return {"parts": [{"name": name, "index": index} for index, name in enumerate(stmt.names) if name]}
     if isinstance(stmt, sm90.WaitFull | sm90.WaitEmpty):
         kind = "full" if isinstance(stmt, sm90.WaitFull) else "empty"
         return {kind: _barrier(stmt.tile, kind, names), "parity": names.uniform(stmt.parity)}
@@ -182,7 +209,7 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
 
 def _barrier(tile: Tile, kind: str, names: Names) -> str:
     name = f"{tile.buffer}_{kind}"
-    if tile.stage == Const(0):
+    if tile.stage == Const(0) or names.kernel.buffer(tile.buffer).stages == 1:
         return name
     return f"{name} + {c_text(tile.stage, names.variable, parent=5)}"
 
@@ -207,9 +234,10 @@ def _on_chip(place: Place, field: str, names: Names) -> Fields:
     return {
         field: names.place(place),
         f"{field}_type": kind,
-        f"{field}_length": buffer.shape[0].upper(),
+        f"{field}_length": buffer.shape[0].upper() if buffer.shape else "",
         f"{field}_is_register": in_registers,
         f"{field}_is_tile": len(buffer.shape) == 2,
+        f"{field}_store": "store_panels" if names.in_panels(buffer) else "store_fragment",
     }
 
 

@@ -13,6 +13,9 @@ from flashgen.ir.visit import statements
 from flashgen.machine.sm90 import Wgmma
 from flashgen.spec import Spec
 
+# The high word of a descriptor: 1024 bytes from 8 rows to the next in units of 16, and a swizzle of 128 bytes (bit 62).
+DESCRIPTOR_HIGH = 1024 // 16 | 1 << 30
+
 
 def products(kernel: Kernel, names: Names, spec: Spec) -> list[Fields]:
     """The distinct instructions, in the order of their first use."""
@@ -29,23 +32,24 @@ def _product(kernel: Kernel, names: Names, spec: Spec, stmt: Wgmma) -> Fields:
     in_registers = isinstance(stmt.a, str) and kernel.space(stmt.a) is Space.REGISTER
     a = ["a0", "a1", "a2", "a3"] if in_registers else ["a"]
     first = count + len(a)
-    letter = "r" if in_registers else "l"
+    low_words = {"b_desc": f"%{first}"} if in_registers else {"a_desc": f"%{count}", "b_desc": f"%{first}"}
     return {
         "name": instruction(stmt, names),
         "n": n,
         "cols": n // 4,
         "type": "bf16" if spec.dtype == BF16 else "f16",
-        "a_parameters": ", ".join(f"{'uint32' if in_registers else 'uint64'} {name}" for name in a),
+        "a_parameters": ", ".join(f"uint32 {name}" for name in a),
         "registers": _lines([f"%{index}" for index in range(count)], 16),
-        "a": f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}" if in_registers else f"%{count}",
-        "b": f"%{first}",
+        "a": f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}" if in_registers else "a_desc",
+        "descriptors": ", ".join(low_words),
+        "moves": [f"mov.b64 {name}, {{{low}, {DESCRIPTOR_HIGH}}};" for name, low in low_words.items()],
         "flag": f"%{first + 1}",
         # scale a, scale b; transposes of the operands in shared memory: set where depth is not the contiguous dimension
         "modifiers": ", ".join(["1", "1", *(() if in_registers else ("0",)), "0" if stmt.transpose_b else "1"]),
         "outputs": _lines(
-            [f'"+f"(acc[{i}][{2 * j + c}])' for j in range(n // 8) for i in range(2) for c in range(2)], 4
+            [f'"+f"(acc[{i}][{2 * j + c}])' for j in range(n // 8) for i in range(2) for c in range(2)], 8
         ),
-        "inputs": ", ".join([*(f'"{letter}"({name})' for name in a), '"l"(b)', '"r"(accumulate)']),
+        "inputs": ", ".join([*(f'"r"({name})' for name in (*a, "b")), '"r"(accumulate)']),
     }
 
 

@@ -37,12 +37,16 @@ def run(
     what never comes.
     """
     assert kernel.level is Level.MACHINE, kernel.name
-    values: dict[str, Value] = {**plan.sizes, **{name: number(value) for name, value in scalars.items()}}
+    values: dict[str, Value] = {"multiprocessors": plan.arch.multiprocessors, **plan.sizes}
+    values |= {name: number(value) for name, value in scalars.items()}
     extents = [range(int(evaluate(axis.extent, Uniform(values)))) for axis in kernel.axes]
     trace = Trace()
+    asked: list[int] = []  # tiles that blocks of a persistent grid have asked for
     with np.errstate(all="ignore"):
         for position in product(*extents):
             names = {**values, **dict(zip((axis.name for axis in kernel.axes), position, strict=True))}
-            Block(kernel, plan, arrays, names, FAMILIES[plan.arch.family], trace).run((seed, position))
+            block = Block(kernel, plan, arrays, names, FAMILIES[plan.arch.family], trace)
+            block.asked = asked
+            block.run((seed, position))
             trace.blocks += 1
     return trace

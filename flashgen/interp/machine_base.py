@@ -128,7 +128,23 @@ def _zero_window(block: Block, warp: Warp, stmt: base.ZeroWindow) -> None:
     block.store(warp, stmt.dst, shape, np.zeros(rows.shape, np.float32), rows, columns)
 
 
+def _counter(block: Block, warp: Warp, stmt: base.Counter) -> None:
+    warp.names[stmt.name] = warp.uniform(stmt.value)
+
+
+def _assign_name(block: Block, warp: Warp, stmt: base.Assign) -> None:
+    warp.names[stmt.name] = warp.uniform(stmt.value)
+
+
+def _while(block: Block, warp: Warp, stmt: base.WhileLoop) -> Steps:
+    while warp.uniform(stmt.condition):
+        yield from block.steps(warp, stmt.body)
+
+
 RUN: dict[type, Meaning] = {
+    base.Counter: _counter,
+    base.Assign: _assign_name,
+    base.WhileLoop: _while,
     base.Barrier: _barrier,
     base.FillFragment: _fill,
     base.MapFragment: _map,

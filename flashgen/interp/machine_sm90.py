@@ -9,6 +9,7 @@ at its wait, and until then the accumulator does not exist and a register operan
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,29 +22,44 @@ from flashgen.interp.warps import Block, Meaning, Steps, Waiting, Warp
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Stmt, Tile, name_of
 from flashgen.machine import sm90
+from flashgen.machine.sm90 import WARPGROUP_ROWS
 
 Stage = tuple[str, int]
 
 
 @dataclass
 class Phases:
-    """The two mbarriers of one stage of a tile."""
+    """The two mbarriers of one stage of a tile, with what is on its way to it; `value`: a place that was published."""
 
     full: int = 0
     empty: int = 0
     arrived: set[int] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
     flying: list[InFlight] = field(default_factory=list)
+    value: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Meeting:
+    """A named barrier: how many warps have come, and how often it has been complete."""
+
+    arrived: int = 0
+    complete: int = 0
+
+    def arrive(self, count: int) -> bool:
+        """One more warp; True where it is the last of `count`."""
+        self.arrived = (self.arrived + 1) % count
+        self.complete += self.arrived == 0
+        return self.arrived == 0
 
 
 @dataclass
 class State:
-    """What the block's warps share beside memory: mbarriers, products in flight of each warp, the named barrier."""
+    """What the block's warps share beside memory: mbarriers, products in flight of each warp, named barriers."""
 
     phases: dict[Stage, Phases] = field(default_factory=lambda: defaultdict(Phases))
     products: dict[int, list[tuple[sm90.Wgmma, np.ndarray]]] = field(default_factory=lambda: defaultdict(list))
-    meeting: set[int] = field(default_factory=set)
-    meetings: int = 0
+    meetings: dict[str, Meeting] = field(default_factory=lambda: defaultdict(Meeting))
 
 
 def state(block: Block) -> State:
@@ -99,9 +115,14 @@ def _arrive_empty(block: Block, warp: Warp, stmt: sm90.ArriveEmpty) -> None:
         for tile in product.reads():
             if isinstance(tile, Tile) and (tile.buffer, warp.uniform(tile.stage)) == place:
                 raise hazard(warp, stmt, f"{tile.buffer} is released while a product in flight reads it")
-    if warp.index in phases.arrived:
-        raise hazard(warp, stmt, f"arrives twice in one phase of {stmt.tile.buffer}")
     phases.seen.discard(warp.index)
+    _arrived(block, warp, stmt, phases, stmt.tile.buffer)
+
+
+def _arrived(block: Block, warp: Warp, stmt: Stmt, phases: Phases, name: str) -> None:
+    """The arrival of one warp at an `empty` barrier, whose phase ends with that of the last one."""
+    if warp.index in phases.arrived:
+        raise hazard(warp, stmt, f"arrives twice in one phase of {name}")
     phases.arrived.add(warp.index)
     if len(phases.arrived) == block.plan.computing_warps:
         phases.arrived.clear()
@@ -112,7 +133,7 @@ def _wgmma(block: Block, warp: Warp, stmt: sm90.Wgmma) -> None:
     rows, columns = rows_of(block, warp, stmt.acc), columns_of(block, warp, stmt.acc)
     b = _operand(block, warp, stmt, stmt.b, columns, stmt.transpose_b)
     if isinstance(stmt.a, Tile):
-        a = _operand(block, warp, stmt, stmt.a, rows, False).T
+        a = _operand(block, warp, stmt, stmt.a, rows, True).T
     else:
         a = get(warp, stmt, name_of(stmt.a))
     product = np.matmul(a, b)
@@ -123,15 +144,14 @@ def _wgmma(block: Block, warp: Warp, stmt: sm90.Wgmma) -> None:
     block.trace.matrix(block.plan.arch, len(rows) * len(columns) * a.shape[1])
 
 
-def _operand(block: Block, warp: Warp, stmt: sm90.Wgmma, tile: Tile, part: np.ndarray, by_row: bool) -> np.ndarray:
+def _operand(block: Block, warp: Warp, stmt: Stmt, tile: Tile, part: np.ndarray, by_row: bool) -> np.ndarray:
     """[depth, part]: rows of a tile transposed (a, and b kept as [n][k]), or its columns."""
     if warp.index not in _phases(block, warp, tile).seen:
         raise hazard(warp, stmt, f"{tile.buffer} is read without a wait for its load")
     height, width = block.shape(tile.buffer)
-    whole = by_row or tile == stmt.a
-    index = (part[:, None], np.arange(width)) if whole else (np.arange(height)[:, None], part)
+    index = (part[:, None], np.arange(width)) if by_row else (np.arange(height)[:, None], part)
     value = block.shared.read(block.access(warp, stmt, tile), *index)
-    return value.T if whole else value
+    return value.T if by_row else value
 
 
 def _wait_wgmma(block: Block, warp: Warp, stmt: sm90.WaitWgmma) -> None:
@@ -145,16 +165,100 @@ def _wait_wgmma(block: Block, warp: Warp, stmt: sm90.WaitWgmma) -> None:
     warp.registers |= done
 
 
+def _meet(block: Block, name: str, count: int) -> Iterator[Waiting]:
+    """Waits at a named barrier until `count` warps have come."""
+    meeting = state(block).meetings[name]
+    before = meeting.complete
+    if not meeting.arrive(count):
+        yield Waiting(lambda: meeting.complete > before)
+
+
 def _consumer_barrier(block: Block, warp: Warp, stmt: sm90.ConsumerBarrier) -> Steps:
-    shared = state(block)
-    shared.meeting.add(warp.index)
-    if len(shared.meeting) < block.plan.computing_warps:
-        count = shared.meetings
-        yield Waiting(lambda: shared.meetings > count)
+    epoch = block.shared.epoch
+    yield from _meet(block, "consumers", block.plan.computing_warps)
+    if block.shared.epoch == epoch:
+        block.shared.barrier()
+
+
+def _warpgroup_barrier(block: Block, warp: Warp, stmt: sm90.WarpgroupBarrier) -> Steps:
+    group = _warpgroup(warp)
+    yield from _meet(block, f"warpgroup {group}", 4)
+    block.shared.meet(range(4 * group, 4 * group + 4))
+
+
+def _warpgroup(warp: Warp) -> int:
+    return warp.index // 4
+
+
+def _first_turn(block: Block, warp: Warp, stmt: sm90.FirstTurn) -> None:
+    if _warpgroup(warp) == block.plan.computing_warps // 4 - 1:
+        _pass_turn(block, warp, stmt)
+
+
+def _wait_turn(block: Block, warp: Warp, stmt: sm90.WaitTurn) -> Steps:
+    yield from _meet(block, f"turn {_warpgroup(warp)}", 8)
+
+
+def _pass_turn(block: Block, warp: Warp, stmt: sm90.FirstTurn | sm90.PassTurn) -> None:
+    following = (_warpgroup(warp) + 1) % (block.plan.computing_warps // 4)
+    state(block).meetings[f"turn {following}"].arrive(8)
+
+
+def _describe(block: Block, warp: Warp, stmt: sm90.Describe) -> None:
+    """An address: nothing to do."""
+
+
+def _if_any_large(block: Block, warp: Warp, stmt: sm90.IfAnyLarge) -> Steps:
+    if not (get(warp, stmt, stmt.src) < 2).all():
+        yield from block.steps(warp, stmt.body)
+
+
+def _rescore(block: Block, warp: Warp, stmt: sm90.Rescore) -> None:
+    rows, columns = rows_of(block, warp, stmt.dst), columns_of(block, warp, stmt.dst)
+    a = _operand(block, warp, stmt, stmt.a, rows, True)
+    warp.registers[stmt.dst] = np.matmul(a.T, _operand(block, warp, stmt, stmt.b, columns, True))
+
+
+def _fence_stores(block: Block, warp: Warp, stmt: sm90.FenceStores) -> None:
+    block.shared.fence(warp.index)
+
+
+def _tma_store(block: Block, warp: Warp, stmt: sm90.TmaStore) -> None:
+    """One thread copies the rows of its warpgroup: here that of the first warp."""
+    if warp.index % 4:
         return
-    shared.meeting.clear()
-    shared.meetings += 1
-    block.shared.barrier()
+    name = stmt.src.buffer
+    rows = WARPGROUP_ROWS * _warpgroup(warp) + np.arange(WARPGROUP_ROWS)[:, None]
+    columns = np.arange(block.shape(name)[1])
+    value = block.shared.leave(block.access(warp, stmt, stmt.src), rows, columns)
+    block.store(warp, stmt.dst, block.shape(name), value, rows, columns)
+    block.trace.shared(block.plan.arch, block.shared.nbytes(name, value.size))
+
+
+def _wait_stored(block: Block, warp: Warp, stmt: sm90.WaitStored) -> None:
+    block.shared.left(warp.index)
+
+
+def _ask_tile(block: Block, warp: Warp, stmt: sm90.AskTile) -> None:
+    tiles, blocks = int(warp.names["tiles"]), int(warp.names["blocks"])
+    warp.names[stmt.name] = blocks + len(block.asked)
+    block.asked.append(len(block.asked))
+    if len(block.asked) > tiles:
+        raise hazard(warp, stmt, "more questions than tiles: the counter would not go back to zero")
+
+
+def _publish_tile(block: Block, warp: Warp, stmt: sm90.PublishTile) -> None:
+    phases = _phases(block, warp, stmt.dst)
+    phases.value = [warp.uniform(value) for value in stmt.values]
+    phases.full += 1
+    phases.seen.clear()
+
+
+def _take_tile(block: Block, warp: Warp, stmt: sm90.TakeTile) -> None:
+    phases = _phases(block, warp, stmt.src)
+    if warp.index not in phases.seen:
+        raise hazard(warp, stmt, f"{stmt.src.buffer} is read without a wait for it")
+    warp.names |= {name: value for name, value in zip(stmt.names, phases.value, strict=False) if name}
 
 
 def _guarded(meaning: Meaning) -> Meaning:
@@ -182,4 +286,17 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.Wgmma: _wgmma,
     sm90.WaitWgmma: _wait_wgmma,
     sm90.ConsumerBarrier: _consumer_barrier,
+    sm90.WarpgroupBarrier: _warpgroup_barrier,
+    sm90.FirstTurn: _first_turn,
+    sm90.WaitTurn: _wait_turn,
+    sm90.PassTurn: _pass_turn,
+    sm90.Describe: _describe,
+    sm90.IfAnyLarge: _if_any_large,
+    sm90.Rescore: _guarded(_rescore),
+    sm90.FenceStores: _fence_stores,
+    sm90.TmaStore: _tma_store,
+    sm90.WaitStored: _wait_stored,
+    sm90.AskTile: _ask_tile,
+    sm90.PublishTile: _publish_tile,
+    sm90.TakeTile: _take_tile,
 }

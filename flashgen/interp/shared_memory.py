@@ -1,17 +1,19 @@
 """Shared memory as the hardware sees it: bytes, in which buffers may overlap, and what they have been through.
 
 Memory is kept in cells of two bytes. For each cell: who wrote it last, under which buffer and stage, in which epoch
-(the number of barriers passed so far), whether an asynchronous copy is on its way to it, and which warps have read it
-in this epoch. Between two barriers warps run in any order, so an access is judged by what *may* have happened:
+(the number of barriers passed so far), whether an asynchronous copy is on its way to it or reads it, and which warps
+have read it in this epoch. Between two barriers warps run in any order, so an access is judged by what *may* have
+happened:
 
     read    the cell was written under this buffer and stage, in an earlier epoch, and no copy is on its way
-    write   no copy is on its way, no other warp has read or written the cell in this epoch
+    write   no copy is on its way or reads it, no other warp has read or written the cell in this epoch
 
 A warp that reads its own writes needs a barrier too: its lanes read each other's values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +85,8 @@ class SharedMemory:
         self.writer = np.full(count, NOBODY)
         self.written = np.full(count, -1)
         self.flight = np.full(count, NOBODY)
+        self.unfenced = np.zeros(count, bool)
+        self.leaving = np.full(count, NOBODY)
         self.read_in = np.full(count, -1)
         self.readers = np.zeros(count, np.uint64)
         self.epoch = 0
@@ -105,6 +109,7 @@ class SharedMemory:
         cells = self._cells(access, index)
         self._check_write(access, cells)
         self._mark(access, cells, self._encode(access, values))
+        self.unfenced[cells] = True
 
     def issue(self, access: Access, values: np.ndarray, *index: Value) -> InFlight:
         """Starts an asynchronous copy: from now until it lands nobody may read or write its cells."""
@@ -123,6 +128,29 @@ class SharedMemory:
     def publish(self, copy: InFlight) -> None:
         """What has landed is seen by whoever waits on the mbarrier of the copy: no barrier of the block is needed."""
         self.written[copy.cells] = NOBODY
+
+    def meet(self, warps: Iterable[int]) -> None:
+        """Some warps have met: what these wrote is visible to them, and what they read may be overwritten."""
+        members = list(warps)
+        self.written[np.isin(self.writer, members) & (self.written == self.epoch)] = NOBODY
+        self.readers &= ~np.uint64(sum(1 << warp for warp in members))
+
+    def fence(self, warp: int) -> None:
+        """What a warp has written will be seen by copies that read through another proxy."""
+        self.unfenced[self.writer == warp] = False
+
+    def leave(self, access: Access, *index: Value) -> np.ndarray:
+        """Elements that an asynchronous copy reads from now until `left`: nobody may overwrite them."""
+        cells = self._cells(access, index)
+        self._check_read(access, cells)
+        if np.any(self.unfenced[cells]):
+            raise access.hazard("read by a copy with no fence since it was written")
+        self.leaving[cells] = access.warp
+        return decode(self.buffers[access.buffer].dtype, self.raw[cells])
+
+    def left(self, warp: int) -> None:
+        """The copies that a warp started have read what they copy."""
+        self.leaving[self.leaving == warp] = NOBODY
 
     def release(self, access: Access) -> None:
         """Every reader of a stage has said that it is done."""
@@ -180,6 +208,8 @@ class SharedMemory:
 
     def _check_write(self, access: Access, cells: np.ndarray) -> None:
         self._check_flight(access, cells, "overwritten")
+        if np.any(self.leaving[cells] != NOBODY):
+            raise access.hazard("overwritten while a copy to global memory reads it")
         readers = np.where(self.read_in[cells] == self.epoch, self.readers[cells], np.uint64(0))
         others = readers & ~np.uint64(1 << access.warp)
         if np.any(others):

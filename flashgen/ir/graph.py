@@ -13,7 +13,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from flashgen.ir.expr import variables
-from flashgen.ir.nodes import For, Kernel, Let, Space, Stmt, name_of
+from flashgen.ir.nodes import For, Kernel, Space, Stmt, name_of
 from flashgen.ir.printer import stmt_text
 from flashgen.ir.visit import Body, statements
 
@@ -41,8 +41,7 @@ def access(stmt: Stmt) -> Access:
         reads |= {name_of(place) for place in inner.reads()}
         for expr in inner.expressions():
             reads |= variables(expr)
-        if isinstance(inner, Let):
-            writes.add(inner.name)
+        writes |= set(inner.assigns())
     return Access(frozenset(writes), frozenset(reads))
 
 

@@ -111,6 +111,10 @@ class Stmt:
             places += [node.buffer for node in walk(expr) if isinstance(node, Load)]
         return tuple(dict.fromkeys(places))
 
+    def assigns(self) -> tuple[str, ...]:
+        """Uniform integers that it gives a value."""
+        return ()
+
     def expressions(self) -> Iterator[Expr]:
         """Expressions in the fields, those of windows and tiles included."""
         for item in fields(self):
@@ -143,6 +147,9 @@ class Let(Stmt):
 
     name: str
     value: Expr
+
+    def assigns(self) -> tuple[str, ...]:
+        return (self.name,)
 
 
 @dataclass(frozen=True)

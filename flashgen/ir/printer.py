@@ -112,5 +112,9 @@ def _machine_text(stmt: Stmt) -> str:
             value = text(value)
         elif isinstance(value, Window | Tile):
             value = place_text(value)
+        elif isinstance(value, tuple):
+            value = f"({', '.join(text(part) if isinstance(part, Expr) else part or '_' for part in value)})"
+        elif value == "":
+            continue
         parts.append(str(value) if item.name in ("dst", "acc") else f"{item.name}={value}")
     return f"{stmt.NAME} {', '.join(parts)}".rstrip()  # type: ignore[attr-defined]

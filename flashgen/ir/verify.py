@@ -53,8 +53,7 @@ def _check_body(kernel: Kernel, body: Body, bound: set[str], written: set[str]) 
             if on_chip and name_of(place) not in written:
                 raise VerifyError(f"{kernel.name}: {name_of(place)} is read before it is written")
         written |= {name_of(place) for place in stmt.writes()}
-        if isinstance(stmt, Let):
-            bound = bound | {stmt.name}
+        bound = bound | set(stmt.assigns())
         inner = getattr(stmt, "body", None)
         if inner is not None:
             _check_body(kernel, inner, known, written)

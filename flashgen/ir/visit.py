@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 
 from flashgen.ir.expr import Expr, substitute
-from flashgen.ir.nodes import For, If, Kernel, Let, Stmt, Tile, Window
+from flashgen.ir.nodes import Kernel, Let, Stmt, Tile, Window
 
 Body = tuple[Stmt, ...]
 
@@ -22,8 +22,8 @@ def rewrite(body: Body, change: Callable[[Stmt], Stmt | Body]) -> Body:
     """The body with `change` applied to each statement, innermost first; it returns one statement or several."""
     result: list[Stmt] = []
     for stmt in body:
-        if isinstance(stmt, For | If):
-            stmt = replace(stmt, body=rewrite(stmt.body, change))
+        if getattr(stmt, "body", None) is not None:
+            stmt = replace(stmt, body=rewrite(stmt.body, change))  # type: ignore[attr-defined, call-arg]
         changed = change(stmt)
         result += changed if isinstance(changed, tuple) else [changed]
     return tuple(result)

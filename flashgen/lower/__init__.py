@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from flashgen.ir import verify
 from flashgen.ir.nodes import Kernel, Level
-from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80, sm90
+from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80
+from flashgen.lower.sm90 import descriptors, guess, overlap, persist, roles, select, stages, waits
 from flashgen.machine.verify import machine as verify_machine
 from flashgen.plan.plan import Plan
 
@@ -22,15 +23,23 @@ SM80_PASSES: tuple[Pass, ...] = (
     barriers.drop_redundant,
 )
 SM90_PASSES: tuple[Pass, ...] = (
-    sm90.select,
+    select.instructions,
     reduction.combine_after_loop,
-    sm90.isolate_columns,
-    sm90.stage_tiles,
-    sm90.split_roles,
-    sm90.overlap,
-    sm90.guard_tiles,
-    sm90.wait_products,
-    sm90.meet_consumers,
+    select.isolate_columns,
+    persist.take_tiles,
+    stages.stage_tiles,
+    roles.split_roles,
+    persist.hand_over_tiles,
+    overlap.overlap,
+    guess.guess_maximum,
+    overlap.take_turns,
+    waits.guard_loads,
+    waits.guard_reads,
+    waits.wait_products,
+    waits.release_tiles,
+    waits.guard_output,
+    waits.keep_in_cache,
+    descriptors.describe,
 )
 FAMILIES: dict[str, tuple[Pass, ...]] = {"sm80": SM80_PASSES, "sm90": SM90_PASSES}
 

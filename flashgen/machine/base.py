@@ -165,3 +165,39 @@ class ZeroWindow(MachineStmt):
     dst: Window
     NAME = "zero_window"
     WRITES = ("dst",)
+
+
+@dataclass(frozen=True)
+class Counter(MachineStmt):
+    """name = value: a uniform integer that Assign changes; each warp keeps its own."""
+
+    name: str
+    value: Expr
+    NAME = "counter"
+    NEEDS = "the value is the same for all warps of a role"
+
+    def assigns(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+@dataclass(frozen=True)
+class Assign(MachineStmt):
+    """name = value, for a counter."""
+
+    name: str
+    value: Expr
+    NAME = "assign"
+    NEEDS = "the counter name has been declared"
+
+    def assigns(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+@dataclass(frozen=True)
+class WhileLoop(MachineStmt):
+    """The body, again for as long as the condition holds before it."""
+
+    condition: Expr
+    body: tuple[Stmt, ...]
+    NAME = "while_loop"
+    NEEDS = "the body changes a counter of the condition"

@@ -7,6 +7,7 @@ whose phase ends when every computing warp has arrived. A wait names the parity 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +15,8 @@ from flashgen.ir.expr import Expr
 from flashgen.ir.nodes import Kernel, Place, Stmt, Tile, Window
 from flashgen.ir.visit import statements
 from flashgen.machine.base import MachineStmt
+
+WARPGROUP_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,14 @@ class Role(Sm90Stmt):
 
 @dataclass(frozen=True)
 class TmaLoad(Sm90Stmt):
-    """dst = src, landing at the wait for its full barrier; zero where out of range."""
+    """dst = src, landing at the wait for its full barrier; zero where out of range.
+
+    reuse: other blocks read it too, so that it should stay in the L2.
+    """
 
     dst: Tile
     src: Window
+    reuse: bool = False
     NAME = "tma_load"
     NEEDS = "every computing warp has released this stage of dst"
     WRITES = ("dst",)
@@ -56,10 +63,14 @@ class TmaLoad(Sm90Stmt):
 
 @dataclass(frozen=True)
 class WaitFull(Sm90Stmt):
-    """Returns when the phase of this parity has ended: the load of this stage has landed."""
+    """Returns when the phase of this parity has ended: the load of this stage has landed.
+
+    behind: a row vector whose value the wait is made to depend on, so that it stays behind what computes it.
+    """
 
     tile: Tile
     parity: Expr
+    behind: str = ""
     NAME = "wait_full"
     NEEDS = "a load of this stage is issued, or will be"
     ORDERS = True
@@ -128,12 +139,164 @@ class ConsumerBarrier(Sm90Stmt):
     ORDERS = True
 
 
+@dataclass(frozen=True)
+class WarpgroupBarrier(Sm90Stmt):
+    """The four warps of a warpgroup meet; their writes to shared memory before it are seen by each other after it."""
+
+    NAME = "warpgroup_barrier"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
+class FirstTurn(Sm90Stmt):
+    """The first warpgroup may take the first turn: the last one passes it, before any other."""
+
+    NAME = "first_turn"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
+class WaitTurn(Sm90Stmt):
+    """Returns when the warpgroup before has passed the turn: one at a time issues its products."""
+
+    NAME = "wait_turn"
+    NEEDS = "every warpgroup takes as many turns as the others"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
+class PassTurn(Sm90Stmt):
+    """The next warpgroup, behind the last one the first, may issue its products."""
+
+    NAME = "pass_turn"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
+class Describe(Sm90Stmt):
+    """Where a shared tile begins, as a wgmma descriptor has it: for the products behind it that read this tile.
+
+    order: "rows" where depth runs along the rows of the tile, as in K; "own rows" for those of this warpgroup alone, as
+    in Q; "columns" where it runs down the rows, as in V.
+    """
+
+    tile: Tile
+    order: str
+    NAME = "describe"
+    NEEDS = "nothing: the tile need not have landed"
+
+
+@dataclass(frozen=True)
+class IfAnyLarge(Sm90Stmt):
+    """The body, where an element of src in this warp is 2 or more, or no number: a bit of its exponent says so."""
+
+    src: str
+    body: tuple[Stmt, ...]
+    NAME = "if_any_large"
+    NEEDS = "no element of src is negative: a sign is not looked at"
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
+class Rescore(Sm90Stmt):
+    """dst = a b^T again, by each warp for its rows, at once: for scores that have been overwritten."""
+
+    dst: str
+    a: Tile
+    b: Tile
+    NAME = "rescore"
+    NEEDS = "a and b have landed, and no product in flight writes dst"
+    WRITES = ("dst",)
+    READS = ("a", "b")
+
+
+@dataclass(frozen=True)
+class FenceStores(Sm90Stmt):
+    """This warp's writes to shared memory will be seen by copies that TMA starts behind the next barrier."""
+
+    NAME = "fence_stores"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
+class TmaStore(Sm90Stmt):
+    """dst = src for the 64 rows of a warpgroup, read from shared memory until WaitStored; clipped to what exists."""
+
+    dst: Window
+    src: Tile
+    NAME = "tma_store"
+    NEEDS = "a barrier of the warpgroup has passed since each warp fenced its writes to src"
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
+class WaitStored(Sm90Stmt):
+    """Returns when this thread's copies to global memory have read their shared tiles."""
+
+    NAME = "wait_stored"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
+class AskTile(Sm90Stmt):
+    """The counter name = the next tile that no block has taken, by one on the device; past the last where none is left.
+
+    A block asks once for each tile that it takes: as many questions in a launch as tiles, the last of which makes the
+    counter zero again.
+    """
+
+    name: str
+    NAME = "ask_tile"
+
+    def assigns(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+@dataclass(frozen=True)
+class PublishTile(Sm90Stmt):
+    """dst = what the computing warps have to know of a tile of queries: ends the phase of its full barrier."""
+
+    dst: Tile
+    values: tuple[Expr, ...]
+    NAME = "publish_tile"
+    NEEDS = "every computing warp has released this stage of dst"
+    WRITES = ("dst",)
+
+    def expressions(self) -> Iterator[Expr]:
+        yield from (*self.values, self.dst.stage)
+
+
+@dataclass(frozen=True)
+class TakeTile(Sm90Stmt):
+    """The counters named get their part of what the producer has published in src; "" for a part that is not taken."""
+
+    src: Tile
+    names: tuple[str, ...]
+    NAME = "take_tile"
+    NEEDS = "the place has been waited for, and its stage is not released"
+    READS = ("src",)
+
+    def assigns(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name)
+
+
 def mapped(kernel: Kernel) -> set[str]:
-    """Global arrays that TMA reads: the kernel takes a tensor map for each instead of an address and strides."""
-    return {stmt.src.buffer for stmt in statements(kernel.body) if isinstance(stmt, TmaLoad)}
+    """Global arrays that TMA touches: the kernel takes a tensor map for each instead of an address and strides."""
+    return {array for array, _ in _transfers(kernel)}
 
 
-def target_of(kernel: Kernel, array: str) -> str:
-    """The shared tile that TMA fills from a global array."""
-    loads = [stmt for stmt in statements(kernel.body) if isinstance(stmt, TmaLoad)]
-    return next(stmt.dst.buffer for stmt in loads if stmt.src.buffer == array)
+def box_rows(kernel: Kernel, array: str, sizes: Mapping[str, int]) -> int:
+    """Rows that one copy by TMA moves: those of the shared tile, or a warpgroup's 64 of a tile that is stored."""
+    stmt = next(stmt for name, stmt in _transfers(kernel) if name == array)
+    if isinstance(stmt, TmaStore):
+        return WARPGROUP_ROWS
+    return sizes[kernel.buffer(stmt.dst.buffer).shape[0]]
+
+
+def _transfers(kernel: Kernel) -> Iterator[tuple[str, TmaLoad | TmaStore]]:
+    for stmt in statements(kernel.body):
+        if isinstance(stmt, TmaLoad):
+            yield stmt.src.buffer, stmt
+        elif isinstance(stmt, TmaStore):
+            yield stmt.dst.buffer, stmt

@@ -107,7 +107,7 @@ TOY = Arch(
 
 
 def parse_arch(name: str) -> Arch:
-    """The record of a chip: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_120" or "toy"."""
+    """The record of a chip: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a", "sm_120" or "toy"."""
     if name == TOY.name:
         return TOY
     if name in ARCHES:
@@ -122,11 +122,14 @@ def check_real(arch: Arch) -> None:
 
 
 def for_capability(major: int, minor: int) -> Arch:
-    """The record that runs on a compute capability: its own, or the nearest older one of the same major version."""
+    """The record that runs on a compute capability: its own, or the nearest older one of the same major version.
+
+    Of two for one capability that which has the chip's own instructions, and a portable one to fall back to.
+    """
     found = [arch for arch in ARCHES.values() if arch.capability[0] == major and arch.capability[1] <= minor]
     if not found:
         raise ValueError(f"compute capability {major}.{minor} is not supported; flashgen needs {', '.join(ARCHES)}")
-    return max(found, key=lambda arch: arch.capability)
+    return max(found, key=lambda arch: (arch.capability, bool(arch.portable)))
 
 
 def with_shared_memory(arch: Arch, shared: int) -> Arch:

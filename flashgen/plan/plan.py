@@ -30,12 +30,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the search: block sizes, warps, stages, and how register tiles are divided among the warps."""
+    """One point of the search: block sizes, warps, stages, and how register tiles are divided among the warps.
+
+    traits: what else a family's passes can do, by the words that its part of the planner gives them.
+    """
 
     blocks: tuple[tuple[str, int], ...]
     warps: int
     stages: tuple[tuple[str, int], ...] = ()
     layouts: tuple[tuple[str, tuple[int, int]], ...] = ()
+    traits: tuple[str, ...] = ()
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -49,7 +53,10 @@ class Candidate:
 
     def __str__(self) -> str:
         tile = " x ".join(f"{name.removeprefix('block_')} {size}" for name, size in self.blocks)
-        return f"{tile}, {self.warps} warp{'s' * (self.warps != 1)}{self._stages_text()}{self._layout_text()}"
+        warps = f"{self.warps} warp{'s' * (self.warps != 1)}"
+        return f"{tile}, {warps}{self._stages_text()}{self._layout_text()}" + "".join(
+            f", {item}" for item in self.traits
+        )
 
     def _stages_text(self) -> str:
         """How deep the copies are staged: one number where all tiles agree."""
@@ -89,6 +96,8 @@ class Plan:
     registers: the estimate for one thread. min_blocks: blocks of the kernel that one multiprocessor should hold.
     vector_bytes: what one copy moves. unrolled_depth: steps of 16 in depth that a product from shared memory unrolls.
     producer_warps: warps behind the computing ones, of which one thread loads; role_registers: of the two roles.
+    mbarriers: names and counts of those behind the tiles. covered_by_output: tiles over which O lies on its way out.
+    keys_in_cache: keys (with their values) of which a third of the L2 is full.
     """
 
     kernel: str
@@ -102,6 +111,9 @@ class Plan:
     unrolled_depth: int = 4
     producer_warps: int = 0
     role_registers: tuple[int, int] = (0, 0)
+    mbarriers: tuple[tuple[str, int], ...] = ()
+    covered_by_output: tuple[str, ...] = ()
+    keys_in_cache: int = 0
     source: str = "cost model"
     verdicts: tuple[Verdict, ...] = field(default=(), repr=False, compare=False)
 
@@ -124,14 +136,26 @@ class Plan:
 
     @property
     def barriers(self) -> tuple[tuple[str, int, int], ...]:
-        """The mbarriers behind the tiles: (name, byte offset, count), full and empty ones for each tile by TMA."""
+        """The mbarriers behind the tiles: (name, byte offset, count)."""
         offset, found = self.tile_bytes, []
-        for place in self.shared if self.producer_warps else ():
-            if place.swizzled:
-                for kind in ("full", "empty"):
-                    found.append((f"{place.buffer}_{kind}", offset, place.stages))
-                    offset += 8 * place.stages
+        for name, count in self.mbarriers:
+            found.append((name, offset, count))
+            offset += 8 * count
         return tuple(found)
+
+    def has(self, trait: str) -> bool:
+        """True for a trait of the candidate."""
+        return trait in self.candidate.traits
+
+    @property
+    def dynamic(self) -> bool:
+        """A persistent grid whose blocks ask for their next tile."""
+        return self.has("dynamic")
+
+    @property
+    def persistent(self) -> bool:
+        """As many blocks as run at once, which take tiles one after another."""
+        return self.dynamic or self.has("persistent")
 
     @property
     def sizes(self) -> dict[str, int]:

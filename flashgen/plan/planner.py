@@ -126,17 +126,7 @@ def make(kernel: Kernel, spec: Spec, arch: Arch, candidate: Candidate) -> Plan:
     dims = {dim for item in kernel.buffers if item.space is not Space.GLOBAL for dim in item.shape}
     named = tuple((name, sizes[name]) for name in ("block_q", "block_kv", "head_dim", "head_dim_v") if name in dims)
     if arch.family == "sm90":
-        return Plan(
-            kernel=kernel.name,
-            arch=arch,
-            dims=named,
-            candidate=candidate,
-            shared=sm90.allocate(kernel, sizes, dict(candidate.stages)),
-            registers=sm90.registers(sizes),
-            min_blocks=1,
-            producer_warps=4,
-            role_registers=sm90.ROLE_REGISTERS[candidate.warps // 4 - 1],
-        )
+        return sm90.make(kernel, arch, named, sizes, candidate)
     layouts, threads = dict(candidate.layouts), 32 * candidate.warps
     shared = smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))
     registers = cost.registers(kernel, sizes, threads, layouts)

@@ -2,48 +2,118 @@
 
 A warpgroup owns 64 rows of queries. The register file is shared by setmaxnreg: (producer, consumer) registers a thread
 for one, two and three computing warpgroups.
+
+Traits of a candidate: "persistent" (a block takes tiles in a fixed order) or "dynamic" (it asks for its next one), "in
+turns" (the warpgroups issue their products one after the other), "guessed maximum" (softmax does not wait for maxima).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
-from flashgen.ir.nodes import Copy, Kernel, Window, name_of
-from flashgen.ir.visit import statements
-from flashgen.plan import smem
+from flashgen.ir.nodes import Kernel
 from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import tile_names
-from flashgen.plan.plan import KIB, Candidate, Placement, Verdict
+from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
+from flashgen.plan.smem import panel_bytes
 
 ROLE_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+# Working out where tiles lie spills in a producer with 24 registers.
+PERSISTENT_REGISTERS = ROLE_REGISTERS | {2: (40, 232)}
 # Addresses, loop counters, row maxima and sums beside the tiles, counted on compiled kernels.
 OVERHEAD_REGISTERS = 30
 BLOCKS_KV = (64, 80, 96, 112, 128, 144, 160, 176, 192)
 # Clocks of a step that no other warpgroup's work covers (fitted on an H200).
 STEP_LATENCY = 300
+# The time that a fixed order of tiles takes, where asking for the next takes 1: 0.98 at 4096, 1.05 at 512.
+FIXED_ORDER = 1.01
+BARRIER_BYTES = 256  # at most, with the places of the next tiles
+PLACE_BYTES = 32
+INPUTS = (("q_tile", "block_q", "head_dim"), ("k_tile", "block_kv", "head_dim"), ("v_tile", "block_kv", "head_dim_v"))
+CACHED_BYTES = 16 * 1024 * KIB  # of keys and values that are read at the same time, in an L2 of 50 MB and more
 
 
 def candidates(kernel: Kernel) -> Iterator[Candidate]:
     """One, two or three computing warpgroups, each with 64 rows of queries, and one that loads."""
-    for warpgroups, block_kv in product((1, 2, 3), BLOCKS_KV):
+    orders = ("dynamic",) if kernel.axes[0].longest_first else ("dynamic", "persistent")
+    for warpgroups, block_kv, order in product((1, 2, 3), BLOCKS_KV, orders):
+        turns = ("in turns",) if warpgroups > 1 else ()
         yield Candidate(
             blocks=(("block_q", 64 * warpgroups), ("block_kv", block_kv)),
             warps=4 * warpgroups + 4,
             stages=(("k_tile", 2), ("v_tile", 2)),
             layouts=tuple((name, (4 * warpgroups, 1)) for name in tile_names(kernel)),
+            traits=(order, *turns, "guessed maximum"),
         )
 
 
-def swizzled(kernel: Kernel) -> set[str]:
-    """Shared tiles that are loaded from global memory: by TMA."""
-    copies = [stmt for stmt in statements(kernel.body) if isinstance(stmt, Copy)]
-    return {name_of(stmt.dst) for stmt in copies if isinstance(stmt.src, Window)}
+def make(
+    kernel: Kernel, arch: Arch, dims: tuple[tuple[str, int], ...], sizes: dict[str, int], candidate: Candidate
+) -> Plan:
+    """The plan that a candidate stands for."""
+    shared, covered = allocate(sizes, candidate, arch.shared_per_block)
+    return Plan(
+        kernel=kernel.name,
+        arch=arch,
+        dims=dims,
+        candidate=candidate,
+        shared=shared,
+        registers=registers(sizes),
+        min_blocks=1,
+        producer_warps=4,
+        role_registers=role_registers(candidate),
+        mbarriers=_mbarriers(candidate, covered),
+        covered_by_output=covered,
+        keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
+    )
 
 
-def allocate(kernel: Kernel, sizes: dict[str, int], stages: dict[str, int]) -> tuple[Placement, ...]:
-    """The map of shared memory."""
-    return smem.allocate(kernel, sizes, stages, swizzled(kernel))
+def _mbarriers(candidate: Candidate, covered: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """Full and empty ones for every stage that is loaded again and again."""
+    persistent = _persistent(candidate)
+    found = [(f"{name}_{kind}", count) for name, count in candidate.stages for kind in ("full", "empty")]
+    found += [("q_tile_full", 1), *([("q_tile_empty", 1)] if persistent else [])]
+    found += [("o_tile_empty", 1)] if persistent and covered else []
+    found += [("next_tile_full", 2), ("next_tile_empty", 2)] if persistent else []
+    return tuple(found)
+
+
+def _persistent(candidate: Candidate) -> bool:
+    return bool({"persistent", "dynamic"} & set(candidate.traits))
+
+
+def role_registers(candidate: Candidate) -> tuple[int, int]:
+    """Registers a thread of the producer and of the computing warps."""
+    budget = PERSISTENT_REGISTERS if _persistent(candidate) else ROLE_REGISTERS
+    return budget[candidate.warps // 4 - 1]
+
+
+def allocate(sizes: dict[str, int], candidate: Candidate, limit: int) -> tuple[tuple[Placement, ...], tuple[str, ...]]:
+    """The map of shared memory, all tiles in panels as TMA moves them, and the tiles that O lies over.
+
+    O has memory of its own where there is room in `limit` bytes, so that it leaves while the next tile is loaded; else
+    it lies over the stages of V, which a tile needs last.
+    """
+    stages = dict(candidate.stages)
+    placed: list[Placement] = []
+    offset = 0
+    for name, rows, cols in INPUTS:
+        placed.append(_panels(name, offset, sizes[rows], sizes[cols], stages.get(name, 1)))
+        offset = placed[-1].end
+    covered: tuple[str, ...] = ()
+    output = _panels("o_tile", offset, sizes["block_q"], sizes["head_dim_v"], 1)
+    if output.end + BARRIER_BYTES > limit:
+        output, covered = replace(output, offset=placed[-1].offset), (placed[-1].buffer,)
+    placed.append(output)
+    if _persistent(candidate):
+        placed.append(Placement("next_tile", max(place.end for place in placed), PLACE_BYTES, 2, PLACE_BYTES))
+    return tuple(sorted(placed, key=lambda place: (place.offset, place.buffer))), covered
+
+
+def _panels(name: str, offset: int, rows: int, cols: int, stages: int) -> Placement:
+    return Placement(name, offset, rows * panel_bytes(cols), stages, panel_bytes(cols), swizzled=True)
 
 
 def registers(sizes: dict[str, int]) -> int:
@@ -55,11 +125,11 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     """Reject a candidate with a sentence, or give its cost."""
     sizes = sizes | dict(candidate.blocks)
     warpgroups = candidate.warps // 4 - 1
-    needed = max(place.end for place in allocate(kernel, sizes, dict(candidate.stages))) + KIB
+    needed = max(place.end for place in allocate(sizes, candidate, arch.shared_per_block)[0]) + BARRIER_BYTES
     if needed > arch.shared_per_block:
         excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:.0f} KiB of a block"
         return Verdict(candidate, rejection=excess)
-    taken, limit = registers(sizes), ROLE_REGISTERS[warpgroups][1]
+    taken, limit = registers(sizes), role_registers(candidate)[1]
     if taken > min(limit, arch.max_registers):
         return Verdict(candidate, rejection=f"about {taken} registers a thread exceed {limit}: it would spill")
     elements = sizes["block_q"] * sizes["block_kv"]
@@ -68,6 +138,7 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     latency = STEP_LATENCY if warpgroups > 1 else 2 * STEP_LATENCY
     clocks = max(matrix, softmax) + min(matrix, softmax) / (1 + warpgroups) + latency
     cost = clocks * 1e6 / (2 * elements * (sizes["head_dim"] + sizes["head_dim_v"]))
+    cost *= FIXED_ORDER if "persistent" in candidate.traits else 1
     why = (
         f"{needed / KIB:.1f} KiB, {taken} registers; a step takes {matrix:.0f} clocks of matrix work, "
         f"{softmax:.0f} of softmax"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from flashgen.ir.graph import interference
 from flashgen.ir.nodes import Buffer, Kernel, Space
@@ -27,39 +27,32 @@ def panel_bytes(cols: int) -> int:
     return -(-cols // 64) * 128
 
 
-def allocate(
-    kernel: Kernel, sizes: Mapping[str, int], stages: Mapping[str, int], swizzled: Collection[str] = ()
-) -> tuple[Placement, ...]:
-    """Offsets for the kernel's shared buffers, the largest placed first, each at the lowest free offset.
-
-    swizzled: tiles in panels as TMA writes them; these begin at multiples of 1024 bytes, of which the panels are.
-    """
+def allocate(kernel: Kernel, sizes: Mapping[str, int], stages: Mapping[str, int]) -> tuple[Placement, ...]:
+    """Offsets for the kernel's shared buffers, the largest placed first, each at the lowest free offset."""
     graph = interference(kernel, Space.SHARED)
     buffers = [kernel.buffer(name) for name in graph.nodes]
 
     def width(item: Buffer) -> int:
         if len(item.shape) == 1:
             return item.dtype.bytes
-        cols = sizes[item.shape[1]]
-        return panel_bytes(cols) if item.name in swizzled else row_bytes(cols, item.dtype.bytes)
+        return row_bytes(sizes[item.shape[1]], item.dtype.bytes)
 
     stage = {item.name: sizes[item.shape[0]] * width(item) for item in buffers}
     footprint = {item.name: stage[item.name] * stages.get(item.name, 1) for item in buffers}
     placed: dict[str, Placement] = {}
     for item in sorted(buffers, key=lambda item: (-footprint[item.name], item.name)):
         taken = sorted((placed[name].offset, placed[name].end) for name in graph[item.name] if name in placed)
-        panels = item.name in swizzled
-        offset = _lowest_gap(taken, footprint[item.name], SWIZZLE_ALIGNMENT if panels else ALIGNMENT)
+        offset = _lowest_gap(taken, footprint[item.name])
         count = stages.get(item.name, 1)
-        placed[item.name] = Placement(item.name, offset, stage[item.name], count, width(item), panels)
+        placed[item.name] = Placement(item.name, offset, stage[item.name], count, width(item))
     return tuple(sorted(placed.values(), key=lambda place: (place.offset, place.buffer)))
 
 
-def _lowest_gap(taken: list[tuple[int, int]], size: int, alignment: int) -> int:
+def _lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
     """The least offset at which `size` bytes touch none of the taken ranges."""
     offset = 0
     for start, end in taken:
         if offset + size <= start:
             break
-        offset = max(offset, -(-end // alignment) * alignment)
+        offset = max(offset, -(-end // ALIGNMENT) * ALIGNMENT)
     return offset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,15 @@ from flashgen.build import Stages
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import evaluate
 from flashgen.ir.nodes import Buffer, Space
-from flashgen.machine.sm90 import mapped, target_of
+from flashgen.machine.sm90 import box_rows, mapped
+from flashgen.runtime import tile_counters
 from flashgen.runtime.compile import Cubin, nvrtc
 from flashgen.runtime.launch import MAX_BLOCKS, Launcher
 from flashgen.runtime.tensormap import MAP_BYTES, TensorMap
 
 Strides = Sequence[int]
 ADDRESS = struct.Struct("<Q")
+MAX_TILES = 2**31 - 2**16
 
 
 class Program:
@@ -27,7 +30,7 @@ class Program:
         self.stages = stages
         self.name = stages.tile.name
         self.buffers = [item for item in stages.machine.buffers if item.space is Space.GLOBAL]
-        self.tensors = [item.name for item in self.buffers]
+        self.tensors = [item.name for item in self.buffers if item.shape]
         self.mapped = mapped(stages.machine)
         self._lock = threading.Lock()
 
@@ -49,12 +52,16 @@ class Program:
             if item.name in self.mapped:
                 parts.append(bytes(MAP_BYTES))
                 continue
+            if not item.shape:
+                parts.append(ADDRESS.pack(0))
+                continue
             count = len(item.shape) - 1 if len(item.shape) == 4 else 2
             parts.append(struct.pack(f"<{1 + count}q", 0, *strides[item.name][:count]))
         sizes = {**self.stages.plan.sizes, **scalars}
         for scalar in self.stages.machine.scalars:
             parts.append(struct.pack("<i" if scalar.dtype == I32 else "<f", scalars[scalar.name]))
-        blocks, heads, batches = (int(evaluate(axis.extent, sizes)) for axis in self.stages.machine.axes)
+        extents = [int(evaluate(axis.extent, sizes)) for axis in self.stages.machine.axes]
+        self._check_tiles(sizes)
         offsets, at = [], 0
         for part in parts[: len(self.buffers)]:
             offsets.append(at)
@@ -65,23 +72,29 @@ class Program:
             for index, item in enumerate(self.buffers)
             if item.name in self.mapped
         }
-        batch_bytes = [strides[item.name][0] * item.dtype.bytes for item in self.buffers]
+        batch_bytes = [strides[item.name][0] * item.dtype.bytes for item in self.buffers if item.shape]
         template = bytearray(data + bytes(-len(data) % 8))
+        blocks, heads, batches = (*extents, 1, 1)[:3]
         return Bound(self, template, offsets, maps, batch_bytes, (blocks, heads, batches))
+
+    def _check_tiles(self, sizes: Mapping[str, int | float]) -> None:
+        """Tiles of a persistent grid are numbered by 32-bit integers. Raises ValueError where there are too many."""
+        tiles = math.prod(int(evaluate(axis.extent, sizes)) for axis in self.stages.tile.axes)
+        if self.stages.plan.persistent and tiles >= MAX_TILES:
+            raise ValueError(f"{tiles} tiles of queries exceed the {MAX_TILES} of one launch; split the batch")
 
     def _map(self, item: Buffer, strides: Strides, scalars: Mapping[str, int | float]) -> TensorMap:
         """How TMA sees an array of (batch, head, row, column): a box is 64 columns of one block of rows."""
         batches, heads, rows, cols = (int(scalars[dim]) for dim in item.shape)
-        tile = target_of(self.stages.machine, item.name)
-        plan = self.stages.plan
-        box_rows = plan.sizes[self.stages.machine.buffer(tile).shape[0]]
-        return TensorMap(item.dtype.name, (cols, rows, heads, batches), tuple(reversed(strides[:3])), (64, box_rows))
+        box = (64, box_rows(self.stages.machine, item.name, self.stages.plan.sizes))
+        return TensorMap(item.dtype.name, (cols, rows, heads, batches), tuple(reversed(strides[:3])), box)
 
 
 class Bound:
     """A program with everything bound but addresses.
 
-    offsets: where in the arguments the address of each tensor stands, or its tensor map, for those of `maps`.
+    offsets: where in the arguments the address of each tensor stands, or its tensor map, for those of `maps`; behind
+    them that of the counter from which blocks take their tiles, where the kernel has one.
     batch_bytes: from batch to batch of each tensor.
     """
 
@@ -96,7 +109,8 @@ class Bound:
     ) -> None:
         self.program = program
         self.template = template
-        self.offsets = offsets
+        self.offsets = offsets[: len(batch_bytes)]
+        self.counter = offsets[-1] if len(offsets) > len(batch_bytes) else None
         self.maps = maps
         self.batch_bytes = batch_bytes
         self.grid = grid
@@ -108,6 +122,8 @@ class Bound:
             return
         for first in range(0, batches, MAX_BLOCKS):
             args = bytearray(self.template)
+            if self.counter is not None:
+                ADDRESS.pack_into(args, self.counter, tile_counters.address(stream, device))
             for index, (offset, pointer) in enumerate(zip(self.offsets, pointers, strict=True)):
                 address = pointer + first * self.batch_bytes[index]
                 if index in self.maps:

@@ -49,7 +49,7 @@ class TensorMap:
         box = (ctypes.c_uint32 * 4)(*self.box, 1, 1)
         ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
         kinds = (NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO)
-        failed = _driver().cuTensorMapEncodeTiled(
+        failed = driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(aligned), TYPES[self.dtype], 4, ctypes.c_void_p(address), sizes, strides, box, ones, *kinds
         )
         if failed:
@@ -58,5 +58,6 @@ class TensorMap:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The CUDA driver, for what CuPy does not bind."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

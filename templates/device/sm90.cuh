@@ -9,22 +9,25 @@ struct alignas(64) TensorMap {
 };
 
 // A tile of 16-bit elements as TMA writes it with a swizzle of 128 bytes: panels of 64 columns, 128 bytes a row. The
-// descriptors say where a wgmma operand of 16 in depth begins (PTX ISA, "Matrix descriptor format").
+// low words of the descriptors say where a wgmma operand of 16 in depth begins, in units of 16 bytes; the high word is
+// the same for all: 1024 bytes from 8 rows to the next, and the swizzle (PTX ISA, "Matrix descriptor format").
+// A step in depth adds a constant to the low word: computed otherwise, issuing took longer than multiplying.
 template <int ROWS_, int COLS_>
 struct PanelTile {
   static constexpr int ROWS = ROWS_, COLS = COLS_, PANELS = (COLS + 63) / 64;
   static constexpr int PANEL_BYTES = ROWS * 128, BYTES = PANELS * PANEL_BYTES;
-  static __device__ __forceinline__ uint64 descriptor(uint32 address, uint32 leading, uint32 stride) {
-    return uint64((address & 0x3ffff) >> 4) | uint64(leading >> 4) << 16 | uint64(stride >> 4) << 32 | 1ull << 62;
-  }
+  static constexpr uint32 WARPGROUP_STEP = 64 * 128 / 16;  // from the rows of one warpgroup to those of the next
   // Depth runs along the rows of the tile in memory: step k is 32 bytes further, in the next panel after four.
-  static __device__ __forceinline__ uint64 k_major(SharedAddress tile, int row, int k) {
-    return descriptor(tile.address() + k / 4 * PANEL_BYTES + row * 128 + k % 4 * 32, 16, 1024);
+  static __device__ __forceinline__ uint32 k_major(SharedAddress tile) { return tile.address() / 16; }
+  static __device__ __forceinline__ uint32 k_major_step(int k) { return (k / 4 * PANEL_BYTES + k % 4 * 32) / 16; }
+  // Depth runs down the rows: step k is 16 rows further, and the panels lie PANEL_BYTES apart.
+  static __device__ __forceinline__ uint32 mn_major(SharedAddress tile) {
+    return tile.address() / 16 | PANEL_BYTES / 16 << 16;
   }
-  static __device__ __forceinline__ uint64 k_major(SharedAddress tile, int k) { return k_major(tile, 0, k); }
-  // Depth runs down the rows: step k is 16 rows further, and the panels lie `leading` apart.
-  static __device__ __forceinline__ uint64 mn_major(SharedAddress tile, int k) {
-    return descriptor(tile.address() + k * 2048, PANEL_BYTES, 1024);
+  static __device__ __forceinline__ uint32 mn_major_step(int k) { return k * 2048 / 16; }
+  // The address of a 16-byte piece of a row, of which the swizzle exchanges the last three bits with those of the row.
+  static __device__ __forceinline__ uint32 piece(SharedAddress tile, int row, int piece) {
+    return tile.address() + piece / 8 * PANEL_BYTES + row * 128 + (piece % 8 ^ row % 8) * 16;
   }
 };
 
@@ -33,7 +36,9 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
 }
 
 // The same in all lanes of a warp, and known to be by the compiler.
-__device__ __forceinline__ int warpgroup() { return __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0); }
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+__device__ __forceinline__ bool any_lane(bool condition) { return __any_sync(0xffffffffu, condition); }
 
 template <int COUNT>
 __device__ __forceinline__ void init_barriers(uint64* barriers, int arrivals) {
@@ -53,6 +58,15 @@ __device__ __forceinline__ void wait_barrier(uint64* barrier, int parity) {
       : "memory");
 }
 
+// Nothing, though the compiler does not know that `zero` is 0.
+template <int ROWS>
+__device__ __forceinline__ int no_bits(const float (&rows)[ROWS], int zero) {
+  int bits = 0;
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) bits |= __float_as_int(rows[i]) & zero;
+  return bits;
+}
+
 // One arrival a warp: 128 of them were measurably slower.
 __device__ __forceinline__ void arrive_warp(uint64* barrier) {
   if (threadIdx.x % 32 == 0) {
@@ -60,19 +74,82 @@ __device__ __forceinline__ void arrive_warp(uint64* barrier) {
   }
 }
 
+// How long what is loaded should stay in the L2 (PTX ISA, "createpolicy").
+__device__ __forceinline__ uint64 keep_in_cache() {
+  uint64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64 leave_cache_first() {
+  uint64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // A tile lands in its panels and ends the phase of `full`; elements out of range are zeros, and count as bytes.
 template <class Tile>
-__device__ __forceinline__ void tma_load(SharedAddress tile, uint64* full, const TensorMap& map, int row, int head, int batch) {
+__device__ __forceinline__ void tma_load(SharedAddress tile, uint64* full, const TensorMap& map, int row, int head, int batch, uint64 policy) {
   const uint32 barrier = shared_address(full);
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(Tile::BYTES) : "memory");
-#pragma unroll 1  // the loading thread has 24 registers
+#pragma unroll 1  // the loading thread has few registers
   for (int panel = 0; panel < Tile::PANELS; ++panel) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::
             "r"(tile.address() + panel * Tile::PANEL_BYTES),
-        "l"(&map), "r"(barrier), "r"(panel * 64), "r"(row), "r"(head), "r"(batch)
+        "l"(&map), "r"(barrier), "r"(panel * 64), "r"(row), "r"(head), "r"(batch), "l"(policy)
         : "memory");
   }
+}
+
+// This thread's writes to shared memory will be seen by TMA, which reads through another proxy.
+__device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// One thread starts the copy of a warpgroup's 64 rows; what is out of range is not written.
+template <class Tile>
+__device__ __forceinline__ void tma_store(const TensorMap& map, int row, int head, int batch, SharedAddress tile, int warpgroup) {
+  if (threadIdx.x % 128 != 0) return;
+  const int first = 64 * warpgroup;
+#pragma unroll
+  for (int panel = 0; panel < Tile::PANELS; ++panel) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+        "r"(tile.address() + panel * Tile::PANEL_BYTES + first * 128), "r"(panel * 64), "r"(row + first), "r"(head), "r"(batch)
+        : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void wait_stored() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// A packed accumulator goes to a tile in panels: the 16-byte piece of a row is swizzled as TMA expects it.
+template <class Fragment, class Tile, int ROWS, int PAIRS>
+__device__ __forceinline__ void store_panels(SharedAddress tile, const uint32 (&values)[ROWS][PAIRS]) {
+  static_assert(ROWS == 2 && PAIRS % 2 == 0, "a warp holds 16 rows, and an instruction stores 16 columns");
+  const int lane = threadIdx.x % 32;
+  const int row = Fragment::first_row() + lane % 16;
+#pragma unroll
+  for (int j = 0; j < PAIRS; j += 2) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     Tile::piece(tile, row, j + lane / 16)),
+                 "r"(values[0][j]), "r"(values[1][j]), "r"(values[0][j + 1]), "r"(values[1][j + 1])
+                 : "memory");
+  }
+}
+
+// The next tile behind those of the first round. As many questions in a launch as tiles: the counter, which goes round
+// behind the last of them, is zero for the next launch.
+__device__ __forceinline__ int ask_tile(int* counter, int tiles, int blocks) {
+  return atomicInc(reinterpret_cast<uint32*>(counter), tiles - 1) + blocks;
+}
+template <int COUNT>
+__device__ __forceinline__ void publish_tile(int* next, uint64* full, const int (&values)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) next[i] = values[i];
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(full)) : "memory");
+}
+__device__ __forceinline__ int take_tile(const int* next, int index) {
+  int value;  // volatile: what is taken late is not to be kept in registers until then
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(shared_address(next + index)) : "memory");
+  return uniform(value);
 }
 
 template <int REGISTERS>
@@ -90,7 +167,7 @@ template <int PENDING>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Behind a wait: the compiler may not move a use of the accumulator before this.
+// What is computed before stays before, and what uses the tile stays behind: waits mean nothing to the compiler.
 template <int ROWS, int COLS>
 __device__ __forceinline__ void settle(float (&tile)[ROWS][COLS]) {
 #pragma unroll
@@ -100,8 +177,83 @@ __device__ __forceinline__ void settle(float (&tile)[ROWS][COLS]) {
   }
 }
 
-// The computing warps meet; barrier 0 is that of the whole block.
+// Whether an element of a packed tile of numbers that are not negative is 2 or more, or is no number: the highest bit of
+// its exponent is then set, in bfloat16 as in float16. In any lane of the warp.
+template <int ROWS, int PAIRS>
+__device__ __forceinline__ bool any_large(const uint32 (&tile)[ROWS][PAIRS]) {
+  uint32 bits = 0;
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) bits |= tile[i][j];
+  }
+  return __any_sync(0xffffffffu, bits & 0x40004000);
+}
+
+template <class T>
+__device__ __forceinline__ void multiply_add(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void multiply_add<bf16>(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply_add<fp16>(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void load_matrices(uint32 (&matrices)[4], uint32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(address)
+               : "memory");
+}
+
+// A warp's 16 rows of scores = q k^T, without the other warps of its warpgroup: slow, and seldom needed.
+template <class Rows, class Cols, class T, int ROWS, int COLS>
+__device__ __forceinline__ void rescore(float (&scores)[ROWS][COLS], SharedAddress q, SharedAddress k) {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // volatile, or addresses are computed ahead, and take registers
+  const int lane = thread % 32, first_row = thread / 32 * 16;
+#pragma unroll
+  for (int j = 0; j < COLS; ++j) scores[0][j] = scores[1][j] = 0.0f;
+#pragma unroll 1
+  for (int depth = 0; depth < (Rows::COLS + 15) / 16; ++depth) {
+    uint32 a[4], b[4];
+    load_matrices(a, Rows::piece(q, first_row + lane % 16, 2 * depth + lane / 16));
+#pragma unroll
+    for (int j = 0; j < COLS; j += 4) {
+      load_matrices(b, Cols::piece(k, 4 * j + lane / 16 * 8 + lane % 8, 2 * depth + lane / 8 % 2));
+      multiply_add<T>(scores[0][j], scores[0][j + 1], scores[1][j], scores[1][j + 1], a, b[0], b[1]);
+      multiply_add<T>(scores[0][j + 2], scores[0][j + 3], scores[1][j + 2], scores[1][j + 3], a, b[2], b[3]);
+    }
+  }
+}
+
+// Named barriers; number 0 is that of the whole block. One for each warpgroup of the last two kinds.
+enum NamedBarrier { CONSUMERS = 1, WARPGROUP = 2, TURN = 5 };
+
+// The computing warps meet.
 template <int THREADS>
 __device__ __forceinline__ void consumer_barrier() {
-  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"n"(int(CONSUMERS)), "n"(THREADS) : "memory");
+}
+// The four warps of a warpgroup meet.
+__device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
+  asm volatile("bar.sync %0, 128;" ::"r"(WARPGROUP + warpgroup) : "memory");
+}
+// One warpgroup at a time issues its products: it meets at its barrier with the one before, which does not wait there.
+__device__ __forceinline__ void wait_turn(int warpgroup) {
+  asm volatile("bar.sync %0, 256;" ::"r"(TURN + warpgroup) : "memory");
+}
+template <int WARPGROUPS>
+__device__ __forceinline__ void pass_turn(int warpgroup) {
+  asm volatile("" : "+r"(warpgroup));  // or the number of the next barrier is kept in a register
+  asm volatile("bar.arrive %0, 256;" ::"r"(TURN + (warpgroup + 1 < WARPGROUPS ? warpgroup + 1 : 0)) : "memory");
+}
+template <int WARPGROUPS>
+__device__ __forceinline__ void first_turn(int warpgroup) {
+  if (warpgroup == WARPGROUPS - 1) pass_turn<WARPGROUPS>(warpgroup);
 }

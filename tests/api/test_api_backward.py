@@ -206,6 +206,7 @@ def fake_gpu(kernel, monkeypatch):
     monkeypatch.setattr(numpy, "device", lambda self, x: 0)
     monkeypatch.setattr(numpy, "stream", lambda self, device: 0)
     monkeypatch.setattr(api.launch, "compute_capability", lambda device: (8, 0))
+    monkeypatch.setattr(api.launch, "multiprocessors", lambda device: 108)
     kernel = api.Kernel(kernel.spec, kernel.arch, kernel.layout, "auto", False)
     last = types.SimpleNamespace(kernel=kernel)
 

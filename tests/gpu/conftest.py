@@ -24,9 +24,9 @@ def compile_to_disk(options):
 @pytest.fixture(scope="session")
 def compiled(request):
     """Fills the disk cache. A spec that fails here fails again, with its own message, in the test that needs it."""
-    import torch
+    from flashgen.api import current_arch
 
-    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    arch = current_arch().name
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     specs = {p["spec"]: None for p in parameters if "spec" in p}
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -515,7 +515,8 @@ def test_a_new_tile_for_a_routed_operand_and_an_old_one_where_there_is_one():
 
 @pytest.mark.parametrize("arch", PORTABLE, **named)
 def test_records_are_consistent(arch):
-    assert parse_arch(arch.name) is arch and for_capability(*arch.capability) is arch
+    own = for_capability(*arch.capability)
+    assert parse_arch(arch.name) is arch and (own is arch or own.portable == arch.name)
     assert arch.shared_per_block == arch.shared_per_multiprocessor - KIB
     assert arch.title and arch.target == arch.name
 

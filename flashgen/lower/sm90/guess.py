@@ -1,0 +1,91 @@
+"""Softmax by a guess: the exponentials of a step do not wait for its row maxima.
+
+Any offset near a row's maximum gives the same O and LSE; only overflow has to be kept away. So a step takes the maxima
+as they were at the last step that computed them, and looks at the result: where an element of P is 2 or more, which a
+bit of its exponent tells, the step is done again with maxima of its own. A bias keeps P far below 2 until then.
+Of a step's instructions a quarter computed maxima, which everything else waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.attention.parts import SCALE_LOG2
+from flashgen.ir.dtype import BF16, F32
+from flashgen.ir.expr import Const, I, Unary, exp2, load
+from flashgen.ir.graph import access
+from flashgen.ir.nodes import Buffer, For, Kernel, Space, Stmt, Tile
+from flashgen.ir.visit import Body, rewrite
+from flashgen.lower.sm90.roles import in_role
+from flashgen.machine.base import FillFragment, MapFragment, PackFragment, ReduceRows
+from flashgen.machine.sm90 import IfAnyLarge, Rescore, WaitFull, Wgmma
+from flashgen.plan.plan import Plan
+
+# In powers of two: a row's scores may grow by one more before a step is done again. bfloat16 has the range of float32,
+# of which the products of P and V need some too; in float16 what is 2^-10 of the maximum begins to lose digits.
+BIAS = {BF16: 30.0}
+NARROW_BIAS = 4.0
+STEP_SUM = "step_sum"
+
+
+def guess_maximum(kernel: Kernel, plan: Plan) -> Kernel:
+    """Compute P with the maxima of earlier steps; where that was too low, once more with those of this step.
+
+    Invariant: o_acc, row_sum and lse refer to the same offset, and no finite element of P that is used is 2 or more.
+    """
+    if not plan.has("guessed maximum"):
+        return kernel
+    bias = BIAS.get(kernel.buffer("p_operand").dtype, NARROW_BIAS)
+    buffer = Buffer(STEP_SUM, ("block_q",), F32, Space.REGISTER, warps=kernel.buffer("row_sum").warps)
+
+    def change(body: Body) -> Body:
+        return rewrite(rewrite(body, lambda stmt: _biased(stmt, bias)), lambda stmt: _guessed(stmt, bias))
+
+    return in_role(kernel.with_buffer(buffer), "consumer", change)
+
+
+def _biased(stmt: Stmt, bias: float) -> Stmt:
+    """Offsets that are `bias` above the maximum."""
+    if isinstance(stmt, MapFragment) and stmt.dst == "offset":
+        return replace(stmt, expr=stmt.expr + Const(bias))
+    if isinstance(stmt, MapFragment) and stmt.dst == "rescale":
+        assert isinstance(stmt.expr, Unary)
+        return replace(stmt, expr=exp2(load("row_max_old", I) * SCALE_LOG2 + Const(bias) - load("offset", I)))
+    return stmt
+
+
+def _guessed(loop: Stmt, bias: float) -> Stmt:
+    """The loop with each step's statements between its products in their short form, and in full where need be."""
+    if not isinstance(loop, For):
+        return loop
+    products = [at for at, stmt in enumerate(loop.body) if isinstance(stmt, Wgmma)]
+    if len(products) != 2:
+        return loop
+    scores = loop.body[products[0]]
+    assert isinstance(scores, Wgmma) and isinstance(scores.a, Tile)
+    head, middle = loop.body[: products[1] + 1], loop.body[products[1] + 1 :]
+    masked = tuple(stmt for stmt in middle if access(stmt).writes == {scores.acc})
+    weights = tuple(stmt for stmt in middle if isinstance(stmt, MapFragment) and stmt.dst == "p")
+    waits = tuple(replace(stmt, behind=STEP_SUM) for stmt in middle if isinstance(stmt, WaitFull))
+    packed = tuple(stmt for stmt in middle if isinstance(stmt, PackFragment))
+    full = tuple(inner for stmt in middle if not isinstance(stmt, WaitFull) for inner in _summed(stmt))
+    guess = MapFragment(
+        "offset",
+        load("row_max", I) * SCALE_LOG2 + Const(bias),
+        note="by the last maxima computed; a row that has seen no key makes NaN, which is found below",
+    )
+    total = MapFragment("row_sum", load("row_sum", I) + load(STEP_SUM, I))
+    again = IfAnyLarge(
+        packed[0].dst,
+        (Rescore(scores.acc, scores.a, scores.b), *full),
+        note="the guess was too low, or there was none: the step once more",
+    )
+    summed = (FillFragment(STEP_SUM, Const(0.0)), ReduceRows(STEP_SUM, "sum", "p"))
+    return replace(loop, body=(*head, *masked, guess, *weights, *summed, *waits, *packed, again, total))
+
+
+def _summed(stmt: Stmt) -> Body:
+    """The sum of a step by itself."""
+    if isinstance(stmt, ReduceRows) and stmt.dst == "row_sum":
+        return FillFragment(STEP_SUM, Const(0.0)), replace(stmt, dst=STEP_SUM)
+    return (stmt,)

@@ -1,0 +1,82 @@
+"""Roles: one warp loads, the others compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from flashgen.ir.expr import variables
+from flashgen.ir.nodes import For, If, Kernel, Let, Stmt, name_of
+from flashgen.ir.visit import Body, statements
+from flashgen.machine.base import Assign, Counter, WhileLoop
+from flashgen.machine.sm90 import AskTile, InitBarriers, Role, TmaLoad
+from flashgen.plan.plan import Plan
+
+COUNTING = (Counter, Assign, AskTile)
+
+
+def split_roles(kernel: Kernel, plan: Plan) -> Kernel:
+    """One thread loads, the computing warps do everything else; both go through the same tiles.
+
+    Invariant: a load depends on no statement of the other role (the dataflow graph has no edge into it but from
+    integers, which each role counts for itself).
+    """
+    shared = tuple(stmt for stmt in kernel.body if isinstance(stmt, Let))
+    rest = tuple(stmt for stmt in kernel.body if not isinstance(stmt, Let))
+    producer = _needed(_only(rest, loads=True))
+    consumer = _needed(_only(rest, loads=False))
+    written = {name_of(place) for stmt in statements(consumer) for place in stmt.writes()}
+    read = {name_of(place) for stmt in statements(producer) for place in stmt.reads()}
+    if written & read:
+        raise ValueError(f"{kernel.name}: loads depend on {sorted(written & read)}, which the computing warps write")
+    roles = (
+        Role("producer", plan.role_registers[0], producer, note="one thread keeps the stages full"),
+        Role("consumer", plan.role_registers[1], consumer),
+    )
+    return kernel.having(body=(InitBarriers(), *shared, *roles))
+
+
+def _only(body: Body, loads: bool) -> Body:
+    """The statements of one role, with the loops around them and the integers that they need."""
+    result: list[Stmt] = []
+    for stmt in body:
+        if isinstance(stmt, For | WhileLoop):
+            inner = _needed(_only(stmt.body, loads))
+            if any(not isinstance(part, (Let, *COUNTING)) for part in inner):
+                result.append(replace(stmt, body=inner))
+        elif isinstance(stmt, (Let, *COUNTING)) or isinstance(stmt, TmaLoad) is loads:
+            result.append(stmt)
+    return tuple(result)
+
+
+def _needed(body: Body) -> Body:
+    """The body without Lets and Counters that nothing in it uses."""
+    used: set[str] = set()
+    result: list[Stmt] = []
+    for stmt in reversed(body):
+        if isinstance(stmt, Let | Counter) and stmt.name not in used:
+            continue
+        for inner in statements((stmt,)):
+            for expr in inner.expressions():
+                used |= variables(expr)
+            if isinstance(inner, Assign | AskTile):
+                used.add(inner.name)
+        result.append(stmt)
+    return tuple(reversed(result))
+
+
+def in_role(kernel: Kernel, role: str, change: Callable[[Body], Body]) -> Kernel:
+    """The kernel with the body of one role changed."""
+    body = tuple(
+        replace(stmt, body=change(stmt.body)) if isinstance(stmt, Role) and stmt.role == role else stmt
+        for stmt in kernel.body
+    )
+    return kernel.having(body=body)
+
+
+def within(body: Body, change: Callable[[Body], Body], into: tuple[type, ...] = (For, If, WhileLoop)) -> Body:
+    """The body with `change` applied to the bodies of the loops and conditions that stand in it."""
+    return tuple(
+        replace(stmt, body=change(stmt.body)) if isinstance(stmt, into) else stmt  # type: ignore[attr-defined, call-arg]
+        for stmt in body
+    )

@@ -1,0 +1,242 @@
+"""Waits and arrivals: for tiles by TMA, for products, and for what leaves through shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.ir.graph import access
+from flashgen.ir.nodes import For, If, Kernel, Let, Stmt, Tile
+from flashgen.ir.visit import Body, statements
+from flashgen.lower.sm90.overlap import at_step
+from flashgen.lower.sm90.roles import in_role, within
+from flashgen.lower.sm90.stages import DONE, goes_round, parity
+from flashgen.machine.base import StoreFragment, WhileLoop
+from flashgen.machine.sm90 import (
+    ArriveEmpty,
+    ConsumerBarrier,
+    FenceStores,
+    IfAnyLarge,
+    TmaLoad,
+    TmaStore,
+    WaitEmpty,
+    WaitFull,
+    WaitStored,
+    WaitWgmma,
+    WarpgroupBarrier,
+    Wgmma,
+)
+from flashgen.plan.plan import Plan
+
+OUTPUT = Tile("o_tile")
+NESTED = (For, If, WhileLoop, IfAnyLarge)
+
+
+def guard_loads(kernel: Kernel, plan: Plan) -> Kernel:
+    """Wait for a stage to be empty before it is loaded; loads into what O lies over wait until O has left.
+
+    Invariant: each wait names the parity of the phase that belongs to its load.
+    """
+    covered = set(plan.covered_by_output) if plan.persistent else set()
+
+    def change(body: Body) -> Body:
+        result: list[Stmt] = []
+        for stmt in body:
+            if isinstance(stmt, For) and covered & {load.dst.buffer for load in _loads(stmt.body)}:
+                result += _after_output(kernel, stmt, covered)
+                continue
+            result += _guarded(kernel, (stmt,))
+        return tuple(result)
+
+    def guard(body: Body) -> Body:
+        if any(isinstance(stmt, WhileLoop) for stmt in body):
+            return within(body, guard)
+        return change(body)
+
+    return in_role(kernel, "producer", guard)
+
+
+def _loads(body: Body) -> list[TmaLoad]:
+    return [stmt for stmt in body if isinstance(stmt, TmaLoad)]
+
+
+def _guarded(kernel: Kernel, body: Body) -> Body:
+    result: list[Stmt] = []
+    for stmt in body:
+        if isinstance(stmt, For):
+            stmt = replace(stmt, body=_guarded(kernel, stmt.body))
+        elif isinstance(stmt, TmaLoad) and goes_round(kernel, stmt.dst):
+            result.append(WaitEmpty(stmt.dst, (parity(stmt.dst) + 1) % 2))
+        result.append(stmt)
+    return tuple(result)
+
+
+def _after_output(kernel: Kernel, loop: For, covered: set[str]) -> Body:
+    """The loop's first step by itself, in which the first load into a covered tile waits for O to have left."""
+    first: list[Stmt] = []
+    waiting = True
+    for load in _loads(loop.body):
+        if waiting and load.dst.buffer in covered:
+            first.append(WaitEmpty(OUTPUT, (DONE + 1) % 2, note="the O of the last tile has left this memory"))
+            waiting = False
+        first += _guarded(kernel, (at_step(loop, load, loop.start),))
+    rest = replace(loop, start=loop.start + 1, body=_guarded(kernel, loop.body))
+    return If(loop.start < loop.stop, tuple(first)), rest
+
+
+def guard_reads(kernel: Kernel, plan: Plan) -> Kernel:
+    """Wait for a tile to have landed before it is first read, at the place where its load is known to be due.
+
+    Invariant: each wait names the parity of the phase that belongs to its load.
+    """
+
+    def change(body: Body) -> Body:
+        result: list[Stmt] = []
+        seen: set[Tile] = set()
+        for stmt in within(body, change, NESTED):
+            if isinstance(stmt, Wgmma):
+                tiles = [place for place in stmt.reads() if isinstance(place, Tile) and place.buffer not in known]
+                result += [WaitFull(tile, parity(tile)) for tile in tiles if tile not in seen]
+                seen |= set(tiles)
+            result.append(stmt)
+        return tuple(result)
+
+    def outer(body: Body) -> Body:
+        """Tiles that are loaded once for a tile of queries are waited for even where no step reads them."""
+        if any(isinstance(stmt, WhileLoop) for stmt in body):
+            return within(body, outer, (WhileLoop,))
+        changed = change(body)
+        lets = next((at for at, stmt in enumerate(changed) if not isinstance(stmt, Let)), 0)
+        return (*changed[:lets], *(WaitFull(tile, parity(tile)) for tile in once.values()), *changed[lets:])
+
+    once = _loaded_once(kernel)
+    known = {stmt.tile.buffer for stmt in statements(kernel.body) if isinstance(stmt, WaitFull)} | set(once)
+    return in_role(kernel, "consumer", outer)
+
+
+def _loaded_once(kernel: Kernel) -> dict[str, Tile]:
+    """Tiles that no loop over blocks loads, with their place."""
+    every = [stmt.dst for stmt in statements(kernel.body) if isinstance(stmt, TmaLoad)]
+    looped = {
+        load.dst.buffer for stmt in statements(kernel.body) if isinstance(stmt, For) for load in _loads(stmt.body)
+    }
+    return {tile.buffer: tile for tile in every if tile.buffer not in looped}
+
+
+def wait_products(kernel: Kernel, plan: Plan) -> Kernel:
+    """Wait for a product before its accumulator is used or its register operand is overwritten; then release its tiles.
+
+    Invariant: no statement touches what a product in flight reads from registers or writes.
+    """
+    once = _loaded_once(kernel)
+    return in_role(kernel, "consumer", lambda body: _waited(kernel, body, set(once)))
+
+
+def _waited(kernel: Kernel, body: Body, once: set[str]) -> Body:
+    result: list[Stmt] = []
+    flying: list[Wgmma] = []
+
+    def finish(count: int) -> None:
+        if not count:
+            return
+        done = flying[:count]
+        del flying[:count]
+        result.append(WaitWgmma(len(flying), tuple(dict.fromkeys(stmt.acc for stmt in done))))
+        tiles = [place for stmt in done for place in stmt.reads() if isinstance(place, Tile)]
+        held.extend(tile for tile in tiles if goes_round(kernel, tile) and tile.buffer not in once)
+
+    def release(rest: Body) -> None:
+        """What no later statement of the body reads."""
+        for tile in list(held):
+            if not any(_reads(stmt, tile) for stmt in rest):
+                held.remove(tile)
+                result.append(ArriveEmpty(tile))
+
+    held: list[Tile] = []
+    for at, stmt in enumerate(body):
+        if isinstance(stmt, NESTED):
+            finish(len(flying) if isinstance(stmt, For | WhileLoop) else _conflicts(stmt, flying))
+            stmt = replace(stmt, body=_waited(kernel, stmt.body, once))  # type: ignore[attr-defined, call-arg]
+        elif isinstance(stmt, Wgmma):
+            finish(0 if stmt.accumulate else _conflicts(stmt, flying))
+            flying.append(stmt)
+        else:
+            finish(_conflicts(stmt, flying))
+        release(body[at:])
+        result.append(stmt)
+    finish(len(flying))
+    release(())
+    return tuple(result)
+
+
+def _reads(stmt: Stmt, tile: Tile) -> bool:
+    return any(tile in inner.reads() for inner in statements((stmt,)))
+
+
+def _conflicts(stmt: Stmt, flying: list[Wgmma]) -> int:
+    """How many of the products in flight have to be done before a statement."""
+    touched = access(stmt)
+    count = 0
+    for position, product in enumerate(flying):
+        operand = {product.a} if isinstance(product.a, str) else set()
+        if product.acc in touched.reads | touched.writes or operand & touched.writes:
+            count = position + 1
+    return count
+
+
+def release_tiles(kernel: Kernel, plan: Plan) -> Kernel:
+    """In a persistent grid, release what is loaded once for a tile of queries behind the last product that reads it.
+
+    Invariant: the next load of such a tile waits for this.
+    """
+
+    def change(body: Body) -> Body:
+        result = list(within(body, change, (WhileLoop,)))
+        for tile in _loaded_once(kernel).values():
+            readers = [at for at, stmt in enumerate(result) if tile.buffer in access(stmt).reads]
+            if readers and goes_round(kernel, tile) and not isinstance(result[readers[-1]], WhileLoop):
+                result.insert(readers[-1] + 1, ArriveEmpty(tile))
+        return tuple(result)
+
+    return in_role(kernel, "consumer", change)
+
+
+def guard_output(kernel: Kernel, plan: Plan) -> Kernel:
+    """Barriers and waits around the tile through which O leaves: written by a warpgroup, read by TMA.
+
+    Invariant: the tile is written when nobody reads those bytes any more, and read by TMA when every warp of the
+    warpgroup has fenced what it wrote.
+    """
+    covers = bool(plan.covered_by_output)
+
+    def change(body: Body) -> Body:
+        result: list[Stmt] = []
+        for stmt in within(body, change, (WhileLoop,)):
+            if isinstance(stmt, StoreFragment) and covers:
+                result.append(ConsumerBarrier(note="every warp is done with the tiles that O lies over"))
+            elif isinstance(stmt, StoreFragment) and plan.persistent:
+                result += [WaitStored(note="the O of the last tile has left"), WarpgroupBarrier()]
+            result.append(stmt)
+            if isinstance(stmt, StoreFragment):
+                result += [FenceStores(), WarpgroupBarrier()]
+            if isinstance(stmt, TmaStore) and covers and plan.persistent:
+                result += [WaitStored(), ArriveEmpty(OUTPUT)]
+        return tuple(result)
+
+    last = () if covers and plan.persistent else (WaitStored(note="shared memory outlives the copies from it"),)
+    return in_role(kernel, "consumer", lambda body: (*change(body), *last))
+
+
+def keep_in_cache(kernel: Kernel, plan: Plan) -> Kernel:
+    """Tiles that other blocks read too are loaded so that they stay in the L2; the others leave it first.
+
+    Invariant: none; a hint.
+    """
+    once = _loaded_once(kernel)
+
+    def change(body: Body) -> Body:
+        changed = within(body, change, NESTED)
+        return tuple(
+            replace(stmt, reuse=stmt.dst.buffer not in once) if isinstance(stmt, TmaLoad) else stmt for stmt in changed
+        )
+
+    return in_role(kernel, "producer", change)
