@@ -117,6 +117,12 @@ def current_arch() -> Arch:
 
 
 @cache
+def _torch_ops() -> Any:
+    """The autograd functions, imported once torch's tensors are seen."""
+    return importlib.import_module("flashgen.integrations.torch_ops")
+
+
+@cache
 def programs(stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
     """The programs of "forward" or "backward"; one object for each spec and chip in the process."""
     from flashgen import build
@@ -191,8 +197,7 @@ class Kernel:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout."""
         library = library_of(q)
         if library.name == "torch":
-            torch_ops = importlib.import_module("flashgen.integrations.torch_ops")
-
+            torch_ops = _torch_ops()
             if torch_ops.needs_autograd(q, k, v):
                 o, lse = torch_ops.attention(self, q, k, v, scale)
                 return (o, lse) if return_lse else o

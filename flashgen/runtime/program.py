@@ -21,6 +21,7 @@ from flashgen.runtime.tensormap import MAP_BYTES, TensorMap
 Strides = Sequence[int]
 ADDRESS = struct.Struct("<Q")
 MAX_TILES = 2**31 - 2**16
+KEPT = 64  # packed arguments of one bound program: an allocator gives the same few addresses again
 
 
 class Program:
@@ -114,21 +115,32 @@ class Bound:
         self.maps = maps
         self.batch_bytes = batch_bytes
         self.grid = grid
+        self._args: dict[tuple[int, ...], bytes] = {}
 
     def launch(self, pointers: Sequence[int], stream: int, device: int) -> None:
         """Launch with the addresses of the tensors, in their order; a grid without blocks is no launch."""
         blocks, heads, batches = self.grid
         if not blocks or not heads:
             return
+        counter = 0 if self.counter is None else tile_counters.address(stream, device)
         for first in range(0, batches, MAX_BLOCKS):
-            args = bytearray(self.template)
-            if self.counter is not None:
-                ADDRESS.pack_into(args, self.counter, tile_counters.address(stream, device))
-            for index, (offset, pointer) in enumerate(zip(self.offsets, pointers, strict=True)):
-                address = pointer + first * self.batch_bytes[index]
-                if index in self.maps:
-                    args[offset : offset + MAP_BYTES] = self.maps[index].at(address)
-                else:
-                    ADDRESS.pack_into(args, offset, address)
-            grid = (blocks, heads, min(batches - first, MAX_BLOCKS))
-            self.program.launcher(grid, bytes(args), stream, device)
+            known = (counter, first, *pointers)
+            args = self._args.get(known)
+            if args is None:
+                if len(self._args) >= KEPT:
+                    self._args.clear()
+                args = self._args[known] = self._packed(pointers, counter, first)
+            self.program.launcher((blocks, heads, min(batches - first, MAX_BLOCKS)), args, stream, device)
+
+    def _packed(self, pointers: Sequence[int], counter: int, first: int) -> bytes:
+        """The struct of arguments from batch `first` on."""
+        args = bytearray(self.template)
+        if self.counter is not None:
+            ADDRESS.pack_into(args, self.counter, counter)
+        for index, (offset, pointer) in enumerate(zip(self.offsets, pointers, strict=True)):
+            address = pointer + first * self.batch_bytes[index]
+            if index in self.maps:
+                args[offset : offset + MAP_BYTES] = self.maps[index].at(address)
+            else:
+                ADDRESS.pack_into(args, offset, address)
+        return bytes(args)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import threading
+from functools import cache
 from typing import Any
 
 from flashgen.runtime.tensormap import driver
@@ -75,5 +76,6 @@ def stream_number(stream: int) -> int:
     return number.value
 
 
+@cache
 def _runtime() -> Any:
     return importlib.import_module("cupy_backends.cuda.api.runtime")
