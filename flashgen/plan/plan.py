@@ -66,7 +66,8 @@ class Candidate:
         if not depths:
             return ""
         text = str(depths[0]) if len(set(depths)) == 1 else " and ".join(map(str, depths))
-        return f", {text} stage{'s' * (text != '1')}"
+        ahead = ", Q ahead" if {"k_tile", "q_tile"} <= dict(self.stages).keys() else ""
+        return f", {text} stage{'s' * (text != '1')}{ahead}"
 
     def _layout_text(self) -> str:
         """How the scores are divided, where not by rows alone."""

@@ -42,10 +42,11 @@ WARP = Var("warp")
 ALL = ("dynamic", "in turns", "guessed maximum")
 
 
-def plan(spec, warpgroups=1, block_kv=64, traits=None, arch=ARCH):
+def plan(spec, warpgroups=1, block_kv=64, traits=None, arch=ARCH, stages=(("k_tile", 2), ("v_tile", 2))):
     kernel = forward(spec)
     wanted = {"block_q": 64 * warpgroups, "block_kv": block_kv}
     candidate = next(item for item in sm90.candidates(kernel) if dict(item.blocks) == wanted)
+    candidate = replace(candidate, stages=stages)
     if traits is not None:
         candidate = replace(candidate, traits=traits)
     return planner.make(kernel, spec, arch, candidate)
@@ -104,6 +105,15 @@ def test_every_trait_gives_the_same_values(causal, traits, roomy):
     kernel, chosen = lowered(spec, warpgroups=2, traits=traits, arch=arch)
     assert bool(chosen.covered_by_output) is not roomy
     equals_tile(spec, problem(spec, 300, 200, heads=2, heads_kv=1), kernel, chosen)
+
+
+@pytest.mark.parametrize("q_stages", [1, 2])
+@pytest.mark.parametrize(("k_stages", "v_stages"), [(2, 3), (3, 2), (3, 3)])
+def test_any_number_of_stages(q_stages, k_stages, v_stages):
+    spec = Spec(16, 16, causal=True)
+    stages = (("k_tile", k_stages), ("v_tile", v_stages), ("q_tile", q_stages))
+    kernel, chosen = lowered(spec, stages=stages)
+    equals_tile(spec, problem(spec, 300, 400, heads=2, heads_kv=1), kernel, chosen)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)

@@ -9,32 +9,47 @@ from flashgen.machine.base import WhileLoop
 from flashgen.machine.sm90 import Describe, Wgmma
 from flashgen.plan.plan import Plan
 
+OWN_ROWS = "own rows"
+
 
 def describe(kernel: Kernel, plan: Plan) -> Kernel:
     """Compute the descriptors of a body's operands at its beginning, before the waits for them: it takes a while.
 
+    Those of Q once for a tile of queries, or once and for all where it has one stage.
     Invariant: every product has the descriptors of its tiles in its own body or around it.
     """
 
-    def fixed(stmt: Describe) -> bool:
-        return kernel.buffer(stmt.tile.buffer).stages == 1
+    def moving(body: Body) -> list[Describe]:
+        """Of tiles with several stages."""
+        every = dict.fromkeys(item for stmt in body for item in _operands(stmt))
+        return [item for item in every if kernel.buffer(item.tile.buffer).stages > 1]
 
-    def change(body: Body) -> Body:
-        own = dict.fromkeys(item for stmt in body for item in _operands(stmt) if not fixed(item))
-        changed = within(body, change, (For, If, WhileLoop))
-        lets = next((at for at, stmt in enumerate(changed) if not isinstance(stmt, Let)), len(changed))
-        return (*changed[:lets], *own, *changed[lets:])
+    def for_a_step(body: Body) -> Body:
+        own = tuple(item for item in moving(body) if item.order != OWN_ROWS)
+        return _first(within(body, for_a_step, (For, If)), own)
+
+    def for_a_tile(body: Body) -> Body:
+        queries = tuple(item for item in moving(tuple(statements(body))) if item.order == OWN_ROWS)
+        return _first(for_a_step(body), queries)
 
     def outer(body: Body) -> Body:
-        """Tiles of one stage are described once."""
-        every = [item for stmt in statements(body) for item in _operands(stmt) if fixed(item)]
-        return (*dict.fromkeys(Describe(Tile(item.tile.buffer), item.order) for item in every), *change(body))
+        every = dict.fromkeys(item for stmt in statements(body) for item in _operands(stmt))
+        fixed = tuple(item for item in every if kernel.buffer(item.tile.buffer).stages == 1)
+        once = dict.fromkeys(Describe(Tile(item.tile.buffer), item.order) for item in fixed)
+        persistent = any(isinstance(stmt, WhileLoop) for stmt in body)
+        return (*once, *(within(body, for_a_tile, (WhileLoop,)) if persistent else for_a_tile(body)))
 
     return in_role(kernel, "consumer", outer)
+
+
+def _first(body: Body, described: tuple[Describe, ...]) -> Body:
+    """Behind the integers at the beginning of a body."""
+    lets = next((at for at, stmt in enumerate(body) if not isinstance(stmt, Let)), len(body))
+    return (*body[:lets], *described, *body[lets:])
 
 
 def _operands(stmt: Stmt) -> list[Describe]:
     if not isinstance(stmt, Wgmma):
         return []
-    rows = [Describe(stmt.a, "own rows")] if isinstance(stmt.a, Tile) else []
+    rows = [Describe(stmt.a, OWN_ROWS)] if isinstance(stmt.a, Tile) else []
     return [*rows, Describe(stmt.b, "rows" if stmt.transpose_b else "columns")]
