@@ -13,6 +13,8 @@ from flashgen.machine.base import ReduceRows
 from flashgen.machine.sm90 import FirstTurn, PassTurn, WaitFull, WaitTurn, Wgmma
 from flashgen.plan.plan import Plan
 
+TURNS = "one warpgroup multiplies at a time, under the softmax of the others"
+
 
 def overlap(kernel: Kernel, plan: Plan) -> Kernel:
     """Issue the next scores before the last product of a step: softmax then runs while the matrix units work.
@@ -54,7 +56,11 @@ def _awaiting(middle: Body, last: Wgmma) -> Body:
     own = access(last)
     first = next(at for at, stmt in enumerate(middle) if access(stmt).writes & (own.reads | own.writes))
     total = next(stmt.dst for stmt in middle[:first] if isinstance(stmt, ReduceRows) and stmt.op == "sum")
-    waits = tuple(WaitFull(tile, parity(tile), behind=total) for tile in last.reads() if isinstance(tile, Tile))
+    waits = tuple(
+        WaitFull(tile, parity(tile), behind=total, note="for the next product; by its look at the sum, behind softmax")
+        for tile in last.reads()
+        if isinstance(tile, Tile)
+    )
     return (*middle[:first], *waits, *middle[first:])
 
 
@@ -78,7 +84,7 @@ def take_turns(kernel: Kernel, plan: Plan) -> Kernel:
             return stmt
         first, last = products[0], products[-1]
         issue = stmt.body[first : last + 1]
-        body = (*stmt.body[:first], WaitTurn(), *issue, PassTurn(), *stmt.body[last + 1 :])
+        body = (*stmt.body[:first], WaitTurn(note=TURNS), *issue, PassTurn(), *stmt.body[last + 1 :])
         return For(stmt.axis, stmt.start, stmt.stop, body, note=stmt.note)
 
     return in_role(kernel, "consumer", lambda body: (FirstTurn(), *rewrite(body, change)))

@@ -113,7 +113,8 @@ def _publishing(body: Body, names: tuple[str, ...]) -> Body:
 
 def _taking(body: Body, bounds: tuple[str, ...]) -> Body:
     """Without what only says where a tile lies. What the tile's end needs is taken late: it would occupy registers."""
-    take = (WaitFull(SLOT, parity(SLOT)), TakeTile(SLOT, (PLACE[0], "", "", *bounds)))
+    first_part = TakeTile(SLOT, (PLACE[0], "", "", *bounds), note="the next tile, as the producer has published it")
+    take = (WaitFull(SLOT, parity(SLOT)), first_part)
     own = {TILE.name, *PLACE, *bounds, "heads_at_once", "section", "within", "width", "pair"}
     late = set(PLACE[1:])
 
@@ -128,7 +129,8 @@ def _taking(body: Body, bounds: tuple[str, ...]) -> Body:
             done = max(at for at, stmt in enumerate(inner) if late & access(stmt).reads) + 1
             lets = inline_lets(inner)
             end = (substitute_stmt(stmt, lets) for stmt in inner[first:done])
-            turn = (*inner[:first], TakeTile(SLOT, PLACE), *end, ArriveEmpty(SLOT), *inner[done:], *take)
+            late_take = TakeTile(SLOT, PLACE, note="again: until here it would have occupied registers")
+            turn = (*inner[:first], late_take, *end, ArriveEmpty(SLOT), *inner[done:], *take)
             result += [Counter(name, NO_TILE) for name in (*PLACE, *bounds)]
             result += [*take, WhileLoop(Var("q_block") >= 0, turn, note=stmt.note)]
         else:

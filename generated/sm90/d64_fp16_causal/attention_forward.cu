@@ -217,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
     int batch = -1;
     int last_kv_block = -1;
     wait_barrier(next_tile_full + tiles_done % 2, tiles_done / 2 % 2);
+    // the next tile, as the producer has published it
     q_block = take_tile(next_tile + tiles_done % 2 * 8, 0);
     last_kv_block = take_tile(next_tile + tiles_done % 2 * 8, 3);
     while (q_block >= 0) {
@@ -276,6 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
           row_sum[i] = row_sum[i] * rescale[i];
         }
         reduce_rows<Row_sum>(row_sum, p);
+        // for the next product; by its look at the sum, behind softmax
         wait_barrier(v_tile_full + kv_blocks_done % 2, kv_blocks_done / 2 % 2 | no_bits(row_sum, args.zero));
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
@@ -296,6 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         const int kv_start = kv_block * BLOCK_KV;
         const uint32 k_tile_operand = uniform(KTile::k_major(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES));
         const uint32 v_tile_operand = uniform(VTile::mn_major(v_tile + (kv_blocks_done + (kv_block - 1)) % 2 * VTile::BYTES));
+        // one warpgroup multiplies at a time, under the softmax of the others
         wait_turn(warpgroup);
         wait_barrier(k_tile_full + (kv_blocks_done + kv_block) % 2, (kv_blocks_done + kv_block) / 2 % 2);
         begin_products();
@@ -337,6 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
         fill(step_sum, 0.0f);
         reduce_rows<Row_sum>(step_sum, p);
+        // for the next product; by its look at the sum, behind softmax
         wait_barrier(v_tile_full + (kv_blocks_done + kv_block) % 2, (kv_blocks_done + kv_block) / 2 % 2 | no_bits(step_sum, args.zero));
         wait_products<0>();
         settle(o_acc);
@@ -437,6 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       for (int i = 0; i < S::ROWS; ++i) {
         lse_row[i] = row_sum[i] == 0.0f ? -INF : offset[i] * 0.6931471805599453f + logf(row_sum[i]);
       }
+      // again: until here it would have occupied registers
       q_block = take_tile(next_tile + tiles_done % 2 * 8, 0);
       head = take_tile(next_tile + tiles_done % 2 * 8, 1);
       batch = take_tile(next_tile + tiles_done % 2 * 8, 2);
@@ -458,6 +463,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       arrive_warp(next_tile_empty + tiles_done % 2);
       tiles_done = tiles_done + 1;
       wait_barrier(next_tile_full + tiles_done % 2, tiles_done / 2 % 2);
+      // the next tile, as the producer has published it
       q_block = take_tile(next_tile + tiles_done % 2 * 8, 0);
       last_kv_block = take_tile(next_tile + tiles_done % 2 * 8, 3);
     }
