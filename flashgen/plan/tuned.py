@@ -1,6 +1,6 @@
 """Measured choices that override the cost model, each with the card, the date, the figure and the command.
 
-`python -m flashgen tune` prints the lines; tests/unit/test_plan.py fails for one that no candidate fits.
+`python -m flashgen tune` prints the lines; tests/unit/test_plan_tuned.py fails for one that no candidate fits.
 """
 
 from __future__ import annotations
