@@ -51,6 +51,10 @@ class Names:
             return name.upper()
         return f"args.{name}" if name in self.scalars else name
 
+    def at_first_stage(self, tile: Tile) -> bool:
+        """True where a stage needs no offset; a tile of one stage keeps the count of its rounds in the expression."""
+        return tile.stage == Const(0) or self.kernel.buffer(tile.buffer).stages == 1
+
     def in_panels(self, buffer: Buffer) -> bool:
         """True for a shared tile as TMA moves it."""
         return buffer.space is Space.SHARED and self.plan.placement(buffer.name).swizzled
@@ -65,7 +69,7 @@ class Names:
         if isinstance(place, Window):
             return f"args.{place.buffer}.at({', '.join(self.uniform(index) for index in place.origin)})"
         buffer = self.kernel.buffer(place.buffer)
-        if place.stage == Const(0) or buffer.stages == 1:
+        if self.at_first_stage(place):
             return place.buffer
         size = f"{camel(buffer.name)}::BYTES" if len(buffer.shape) == 2 else self._length(buffer)
         return f"{place.buffer} + {c_text(place.stage, self.variable, parent=6)} * {size}"
@@ -170,22 +174,19 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
         return {
             "instruction": instruction(stmt, names),
             "depth": a.shape[1].upper(),
-            "a_operand": "" if isinstance(stmt.a, str) else f"{stmt.a.buffer}_operand",
-            "b_operand": f"{stmt.b.buffer}_operand",
+            "a_operand": _operand(stmt.a) if isinstance(stmt.a, Tile) else "",
+            "b_operand": _operand(stmt.b),
             "b_order": "k_major" if stmt.transpose_b else "mn_major",
             "accumulated": "1" if stmt.accumulate else "k > 0",
         }
     if isinstance(stmt, sm90.TmaLoad):
-        batch, head, row = (names.uniform(index) for index in stmt.src.origin)
-        full = _barrier(stmt.dst, "full", names)
         policy = "keep_in_cache" if stmt.reuse else "leave_cache_first"
-        return {"tensor": stmt.src.buffer, "batch": batch, "head": head, "row": row, "full": full, "policy": policy}
+        return _box(stmt.src, names) | {"full": _barrier(stmt.dst, "full", names), "policy": policy}
     if isinstance(stmt, sm90.TmaStore):
-        batch, head, row = (names.uniform(index) for index in stmt.dst.origin)
-        return {"tensor": stmt.dst.buffer, "batch": batch, "head": head, "row": row}
+        return _box(stmt.dst, names)
     if isinstance(stmt, sm90.Describe):
         major = "mn_major" if stmt.order == "columns" else "k_major"
-        return {"operand": f"{stmt.tile.buffer}_operand", "own_rows": stmt.order == "own rows", "major": major}
+        return {"operand": _operand(stmt.tile), "own_rows": stmt.order == sm90.OWN_ROWS, "major": major}
     if isinstance(stmt, sm90.PublishTile):
         values = ", ".join(names.uniform(value) for value in stmt.values)
         return {"full": _barrier(stmt.dst, "full", names), "published": values}
@@ -207,9 +208,20 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
     return {"is_producer": isinstance(stmt, sm90.Role) and stmt.role == "producer"}
 
 
+def _operand(tile: Tile) -> str:
+    """The variable that holds a tile's descriptor."""
+    return f"{tile.buffer}_operand"
+
+
+def _box(window: Window, names: Names) -> Fields:
+    """Where TMA copies from or to."""
+    batch, head, row = (names.uniform(index) for index in window.origin)
+    return {"tensor": window.buffer, "batch": batch, "head": head, "row": row}
+
+
 def _barrier(tile: Tile, kind: str, names: Names) -> str:
     name = f"{tile.buffer}_{kind}"
-    if tile.stage == Const(0) or names.kernel.buffer(tile.buffer).stages == 1:
+    if names.at_first_stage(tile):
         return name
     return f"{name} + {c_text(tile.stage, names.variable, parent=5)}"
 

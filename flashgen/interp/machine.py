@@ -41,12 +41,9 @@ def run(
     values |= {name: number(value) for name, value in scalars.items()}
     extents = [range(int(evaluate(axis.extent, Uniform(values)))) for axis in kernel.axes]
     trace = Trace()
-    asked: list[int] = []  # tiles that blocks of a persistent grid have asked for
     with np.errstate(all="ignore"):
         for position in product(*extents):
             names = {**values, **dict(zip((axis.name for axis in kernel.axes), position, strict=True))}
-            block = Block(kernel, plan, arrays, names, FAMILIES[plan.arch.family], trace)
-            block.asked = asked
-            block.run((seed, position))
+            Block(kernel, plan, arrays, names, FAMILIES[plan.arch.family], trace).run((seed, position))
             trace.blocks += 1
     return trace

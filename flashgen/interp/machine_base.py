@@ -128,11 +128,7 @@ def _zero_window(block: Block, warp: Warp, stmt: base.ZeroWindow) -> None:
     block.store(warp, stmt.dst, shape, np.zeros(rows.shape, np.float32), rows, columns)
 
 
-def _counter(block: Block, warp: Warp, stmt: base.Counter) -> None:
-    warp.names[stmt.name] = warp.uniform(stmt.value)
-
-
-def _assign_name(block: Block, warp: Warp, stmt: base.Assign) -> None:
+def _count(block: Block, warp: Warp, stmt: base.Counter | base.Assign) -> None:
     warp.names[stmt.name] = warp.uniform(stmt.value)
 
 
@@ -142,8 +138,8 @@ def _while(block: Block, warp: Warp, stmt: base.WhileLoop) -> Steps:
 
 
 RUN: dict[type, Meaning] = {
-    base.Counter: _counter,
-    base.Assign: _assign_name,
+    base.Counter: _count,
+    base.Assign: _count,
     base.WhileLoop: _while,
     base.Barrier: _barrier,
     base.FillFragment: _fill,

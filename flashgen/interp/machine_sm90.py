@@ -241,9 +241,9 @@ def _wait_stored(block: Block, warp: Warp, stmt: sm90.WaitStored) -> None:
 
 def _ask_tile(block: Block, warp: Warp, stmt: sm90.AskTile) -> None:
     tiles, blocks = int(warp.names["tiles"]), int(warp.names["blocks"])
-    warp.names[stmt.name] = blocks + len(block.asked)
-    block.asked.append(len(block.asked))
-    if len(block.asked) > tiles:
+    asked = block.trace.statements["AskTile"]  # by all blocks, with this question
+    warp.names[stmt.name] = blocks + asked - 1
+    if asked > tiles:
         raise hazard(warp, stmt, "more questions than tiles: the counter would not go back to zero")
 
 

@@ -74,7 +74,6 @@ class Block:
         self.warps = [Warp(index, {**names, "warp": index}) for index in range(plan.warps)]
         self.arrived: dict[int, Stmt] = {}
         self.stored: dict[tuple, np.ndarray] = {}
-        self.asked: list[int] = []  # tiles asked for so far in a persistent grid
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.sizes[dim] for dim in self.buffers[name].shape)

@@ -125,6 +125,8 @@ class Stmt:
                 yield from value.origin
             elif isinstance(value, Tile):
                 yield value.stage
+            elif isinstance(value, tuple):
+                yield from (part for part in value if isinstance(part, Expr))
 
 
 @dataclass(frozen=True)

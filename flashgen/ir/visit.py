@@ -47,6 +47,8 @@ def substitute_stmt(stmt: Stmt, values: Mapping[str, Expr]) -> Stmt:
             changes[item.name] = Tile(value.buffer, substitute(value.stage, values))
         elif item.name == "body":
             changes[item.name] = tuple(substitute_stmt(inner, values) for inner in value)
+        elif isinstance(value, tuple):
+            changes[item.name] = tuple(substitute(part, values) if isinstance(part, Expr) else part for part in value)
     return replace(stmt, **changes)  # type: ignore[arg-type]
 
 

@@ -17,6 +17,7 @@ from flashgen.ir.visit import statements
 from flashgen.machine.base import MachineStmt
 
 WARPGROUP_ROWS = 64
+OWN_ROWS = "own rows"
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class PassTurn(Sm90Stmt):
 class Describe(Sm90Stmt):
     """Where a shared tile begins, as a wgmma descriptor has it: for the products behind it that read this tile.
 
-    order: "rows" where depth runs along the rows of the tile, as in K; "own rows" for those of this warpgroup alone, as
+    order: "rows" where depth runs along the rows of the tile, as in K; OWN_ROWS for those of this warpgroup alone, as
     in Q; "columns" where it runs down the rows, as in V.
     """
 
@@ -262,9 +263,6 @@ class PublishTile(Sm90Stmt):
     NAME = "publish_tile"
     NEEDS = "every computing warp has released this stage of dst"
     WRITES = ("dst",)
-
-    def expressions(self) -> Iterator[Expr]:
-        yield from (*self.values, self.dst.stage)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class Candidate:
         """Warps along the columns of the scores."""
         return dict(self.layouts).get("s", (self.warps, 1))[1]
 
+    @property
+    def persistent(self) -> bool:
+        """A grid of as many blocks as run at once, which take tiles in a fixed order or ask for them."""
+        return bool({"persistent", "dynamic"} & set(self.traits))
+
     def __str__(self) -> str:
         tile = " x ".join(f"{name.removeprefix('block_')} {size}" for name, size in self.blocks)
         warps = f"{self.warps} warp{'s' * (self.warps != 1)}"
@@ -156,7 +161,7 @@ class Plan:
     @property
     def persistent(self) -> bool:
         """As many blocks as run at once, which take tiles one after another."""
-        return self.dynamic or self.has("persistent")
+        return self.candidate.persistent
 
     @property
     def sizes(self) -> dict[str, int]:

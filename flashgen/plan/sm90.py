@@ -74,22 +74,17 @@ def make(
 
 def _mbarriers(candidate: Candidate, covered: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     """Full and empty ones for every stage that is loaded again and again."""
-    persistent = _persistent(candidate)
     found = [(f"{name}_{kind}", count) for name, count in candidate.stages for kind in ("full", "empty")]
     if "q_tile" not in dict(candidate.stages):
-        found += [("q_tile_full", 1), *([("q_tile_empty", 1)] if persistent else [])]
-    found += [("o_tile_empty", 1)] if persistent and covered else []
-    found += [("next_tile_full", 2), ("next_tile_empty", 2)] if persistent else []
+        found += [("q_tile_full", 1), *([("q_tile_empty", 1)] if candidate.persistent else [])]
+    found += [("o_tile_empty", 1)] if candidate.persistent and covered else []
+    found += [("next_tile_full", 2), ("next_tile_empty", 2)] if candidate.persistent else []
     return tuple(found)
-
-
-def _persistent(candidate: Candidate) -> bool:
-    return bool({"persistent", "dynamic"} & set(candidate.traits))
 
 
 def role_registers(candidate: Candidate) -> tuple[int, int]:
     """Registers a thread of the producer and of the computing warps."""
-    budget = PERSISTENT_REGISTERS if _persistent(candidate) else ROLE_REGISTERS
+    budget = PERSISTENT_REGISTERS if candidate.persistent else ROLE_REGISTERS
     return budget[candidate.warps // 4 - 1]
 
 
@@ -110,7 +105,7 @@ def allocate(sizes: dict[str, int], candidate: Candidate, limit: int) -> tuple[t
     if output.end + BARRIER_BYTES > limit:
         output, covered = replace(output, offset=placed[-1].offset), (placed[-1].buffer,)
     placed.append(output)
-    if _persistent(candidate):
+    if candidate.persistent:
         placed.append(Placement("next_tile", max(place.end for place in placed), PLACE_BYTES, 2, PLACE_BYTES))
     return tuple(sorted(placed, key=lambda place: (place.offset, place.buffer))), covered
 

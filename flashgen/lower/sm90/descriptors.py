@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from flashgen.ir.nodes import For, If, Kernel, Let, Stmt, Tile
+from flashgen.ir.nodes import For, If, Kernel, Stmt, Tile
 from flashgen.ir.visit import Body, statements
-from flashgen.lower.sm90.roles import in_role, within
-from flashgen.machine.base import WhileLoop
-from flashgen.machine.sm90 import Describe, Wgmma
+from flashgen.lower.sm90.roles import behind_lets, for_each_tile, in_role, within
+from flashgen.machine.sm90 import OWN_ROWS, Describe, Wgmma
 from flashgen.plan.plan import Plan
-
-OWN_ROWS = "own rows"
 
 
 def describe(kernel: Kernel, plan: Plan) -> Kernel:
@@ -26,26 +23,19 @@ def describe(kernel: Kernel, plan: Plan) -> Kernel:
 
     def for_a_step(body: Body) -> Body:
         own = tuple(item for item in moving(body) if item.order != OWN_ROWS)
-        return _first(within(body, for_a_step, (For, If)), own)
+        return behind_lets(within(body, for_a_step, (For, If)), own)
 
     def for_a_tile(body: Body) -> Body:
         queries = tuple(item for item in moving(tuple(statements(body))) if item.order == OWN_ROWS)
-        return _first(for_a_step(body), queries)
+        return behind_lets(for_a_step(body), queries)
 
     def outer(body: Body) -> Body:
         every = dict.fromkeys(item for stmt in statements(body) for item in _operands(stmt))
         fixed = tuple(item for item in every if kernel.buffer(item.tile.buffer).stages == 1)
         once = dict.fromkeys(Describe(Tile(item.tile.buffer), item.order) for item in fixed)
-        persistent = any(isinstance(stmt, WhileLoop) for stmt in body)
-        return (*once, *(within(body, for_a_tile, (WhileLoop,)) if persistent else for_a_tile(body)))
+        return (*once, *for_each_tile(body, for_a_tile))
 
     return in_role(kernel, "consumer", outer)
-
-
-def _first(body: Body, described: tuple[Describe, ...]) -> Body:
-    """Behind the integers at the beginning of a body."""
-    lets = next((at for at, stmt in enumerate(body) if not isinstance(stmt, Let)), len(body))
-    return (*body[:lets], *described, *body[lets:])
 
 
 def _operands(stmt: Stmt) -> list[Describe]:

@@ -80,12 +80,14 @@ def _guessed(loop: Stmt, bias: float) -> Stmt:
         (Rescore(scores.acc, scores.a, scores.b), *full),
         note="the guess was too low, or there was none: the step once more",
     )
-    summed = (FillFragment(STEP_SUM, Const(0.0)), ReduceRows(STEP_SUM, "sum", "p"))
+    summed = tuple(inner for stmt in middle if _is_sum(stmt) for inner in _summed(stmt))
     return replace(loop, body=(*head, *masked, guess, *weights, *summed, *waits, *packed, again, total))
 
 
 def _summed(stmt: Stmt) -> Body:
     """The sum of a step by itself."""
-    if isinstance(stmt, ReduceRows) and stmt.dst == "row_sum":
-        return FillFragment(STEP_SUM, Const(0.0)), replace(stmt, dst=STEP_SUM)
-    return (stmt,)
+    return (FillFragment(STEP_SUM, Const(0.0)), replace(stmt, dst=STEP_SUM)) if _is_sum(stmt) else (stmt,)  # type: ignore[call-arg]
+
+
+def _is_sum(stmt: Stmt) -> bool:
+    return isinstance(stmt, ReduceRows) and stmt.dst == "row_sum"

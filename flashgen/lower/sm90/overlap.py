@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import Const, Expr, Var, binary, substitute
 from flashgen.ir.graph import access, independent
@@ -41,7 +43,7 @@ def _rotated(loop: Stmt) -> Stmt | Body:
     final = at_step(loop, last, binary("-", loop.stop, Const(1)))
     return (
         If(some, before, note="the first step has no product to overlap with"),
-        For(loop.axis, binary("+", loop.start, Const(1)), loop.stop, (*lets, first, behind, *middle), note=loop.note),
+        replace(loop, start=loop.start + 1, body=(*lets, first, behind, *middle)),
         If(some, (final,), note="the product of the last step"),
     )
 
@@ -85,6 +87,6 @@ def take_turns(kernel: Kernel, plan: Plan) -> Kernel:
         first, last = products[0], products[-1]
         issue = stmt.body[first : last + 1]
         body = (*stmt.body[:first], WaitTurn(note=TURNS), *issue, PassTurn(), *stmt.body[last + 1 :])
-        return For(stmt.axis, stmt.start, stmt.stop, body, note=stmt.note)
+        return replace(stmt, body=body)
 
     return in_role(kernel, "consumer", lambda body: (FirstTurn(), *rewrite(body, change)))

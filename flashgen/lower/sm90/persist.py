@@ -9,7 +9,7 @@ from flashgen.ir.expr import Const, Expr, Var, maximum, minimum, variables
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Axis, Buffer, For, Kernel, Let, Scalar, Space, Stmt, Tile
 from flashgen.ir.visit import Body, inline_lets, statements, substitute_stmt
-from flashgen.lower.sm90.roles import in_role
+from flashgen.lower.sm90.roles import in_role, needed
 from flashgen.lower.sm90.stages import DONE, parity
 from flashgen.machine.base import Assign, Counter, WhileLoop
 from flashgen.machine.sm90 import ArriveEmpty, AskTile, PublishTile, TakeTile, WaitEmpty, WaitFull
@@ -89,10 +89,11 @@ def hand_over_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     """
     if not plan.persistent:
         return kernel
-    loops = [stmt for stmt in statements(kernel.body) if isinstance(stmt, For)]
-    used = {name for loop in loops for bound in (loop.start, loop.stop) for name in variables(bound)}
-    lets = dict.fromkeys(stmt.name for stmt in statements(kernel.body) if isinstance(stmt, Let))
-    bounds = tuple(name for name in lets if name in used and name not in (Q_BLOCKS.name, TILES.name, BLOCKS.name))
+    every = list(statements(kernel.body))
+    used = {name for loop in every if isinstance(loop, For) for name in variables(loop.start) | variables(loop.stop)}
+    turns = [inner for stmt in every if isinstance(stmt, WhileLoop) for inner in stmt.body]
+    lets = dict.fromkeys(stmt.name for stmt in turns if isinstance(stmt, Let))
+    bounds = tuple(name for name in lets if name in used)
     kernel = in_role(kernel, "producer", lambda body: _publishing(body, PLACE + bounds))
     return in_role(kernel, "consumer", lambda body: _taking(body, bounds))
 
@@ -115,11 +116,11 @@ def _taking(body: Body, bounds: tuple[str, ...]) -> Body:
     """Without what only says where a tile lies. What the tile's end needs is taken late: it would occupy registers."""
     first_part = TakeTile(SLOT, (PLACE[0], "", "", *bounds), note="the next tile, as the producer has published it")
     take = (WaitFull(SLOT, parity(SLOT)), first_part)
-    own = {TILE.name, *PLACE, *bounds, "heads_at_once", "section", "within", "width", "pair"}
+    own = {TILE.name, *PLACE, *bounds}
     late = set(PLACE[1:])
 
     def kept(body: Body) -> Body:
-        return tuple(stmt for stmt in body if not own & set(stmt.assigns()))
+        return needed(tuple(stmt for stmt in body if not own & set(stmt.assigns())))
 
     result: list[Stmt] = []
     for stmt in kept(body):

@@ -8,11 +8,9 @@ from dataclasses import replace
 from flashgen.ir.expr import variables
 from flashgen.ir.nodes import For, If, Kernel, Let, Stmt, name_of
 from flashgen.ir.visit import Body, statements
-from flashgen.machine.base import Assign, Counter, WhileLoop
-from flashgen.machine.sm90 import AskTile, InitBarriers, Role, TmaLoad
+from flashgen.machine.base import Counter, WhileLoop
+from flashgen.machine.sm90 import InitBarriers, Role, TmaLoad
 from flashgen.plan.plan import Plan
-
-COUNTING = (Counter, Assign, AskTile)
 
 
 def split_roles(kernel: Kernel, plan: Plan) -> Kernel:
@@ -23,8 +21,8 @@ def split_roles(kernel: Kernel, plan: Plan) -> Kernel:
     """
     shared = tuple(stmt for stmt in kernel.body if isinstance(stmt, Let))
     rest = tuple(stmt for stmt in kernel.body if not isinstance(stmt, Let))
-    producer = _needed(_only(rest, loads=True))
-    consumer = _needed(_only(rest, loads=False))
+    producer = needed(_only(rest, loads=True))
+    consumer = needed(_only(rest, loads=False))
     written = {name_of(place) for stmt in statements(consumer) for place in stmt.writes()}
     read = {name_of(place) for stmt in statements(producer) for place in stmt.reads()}
     if written & read:
@@ -41,15 +39,15 @@ def _only(body: Body, loads: bool) -> Body:
     result: list[Stmt] = []
     for stmt in body:
         if isinstance(stmt, For | WhileLoop):
-            inner = _needed(_only(stmt.body, loads))
-            if any(not isinstance(part, (Let, *COUNTING)) for part in inner):
+            inner = needed(_only(stmt.body, loads))
+            if not all(part.assigns() for part in inner):
                 result.append(replace(stmt, body=inner))
-        elif isinstance(stmt, (Let, *COUNTING)) or isinstance(stmt, TmaLoad) is loads:
+        elif stmt.assigns() or isinstance(stmt, TmaLoad) is loads:
             result.append(stmt)
     return tuple(result)
 
 
-def _needed(body: Body) -> Body:
+def needed(body: Body) -> Body:
     """The body without Lets and Counters that nothing in it uses."""
     used: set[str] = set()
     result: list[Stmt] = []
@@ -59,8 +57,8 @@ def _needed(body: Body) -> Body:
         for inner in statements((stmt,)):
             for expr in inner.expressions():
                 used |= variables(expr)
-            if isinstance(inner, Assign | AskTile):
-                used.add(inner.name)
+            if not isinstance(inner, Let | Counter):
+                used |= set(inner.assigns())
         result.append(stmt)
     return tuple(reversed(result))
 
@@ -72,6 +70,18 @@ def in_role(kernel: Kernel, role: str, change: Callable[[Body], Body]) -> Kernel
         for stmt in kernel.body
     )
     return kernel.having(body=body)
+
+
+def for_each_tile(body: Body, change: Callable[[Body], Body]) -> Body:
+    """The body of a role with `change` applied to what it does for one tile of queries."""
+    persistent = any(isinstance(stmt, WhileLoop) for stmt in body)
+    return within(body, change, (WhileLoop,)) if persistent else change(body)
+
+
+def behind_lets(body: Body, added: Body) -> Body:
+    """The body with statements added behind the integers at its beginning."""
+    lets = next((at for at, stmt in enumerate(body) if not isinstance(stmt, Let)), len(body))
+    return (*body[:lets], *added, *body[lets:])
 
 
 def within(body: Body, change: Callable[[Body], Body], into: tuple[type, ...] = (For, If, WhileLoop)) -> Body:

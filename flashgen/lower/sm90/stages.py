@@ -25,9 +25,9 @@ def stage_tiles(kernel: Kernel, plan: Plan) -> Kernel:
         if isinstance(stmt, WhileLoop):
             loops = [inner for inner in stmt.body if isinstance(inner, For)]
             result += [Counter(_steps(loop).name, Const(0)) for loop in loops]
-            result.append(replace(stmt, body=_staged(kernel, stmt.body, plan, persistent=True)))
+            result.append(replace(stmt, body=_staged(stmt.body, plan, persistent=True)))
         else:
-            result += _staged(kernel, (stmt,), plan, persistent=False)
+            result += _staged((stmt,), plan, persistent=False)
     return kernel.having(body=tuple(result))
 
 
@@ -36,7 +36,7 @@ def _steps(loop: For) -> Var:
     return Var(f"{loop.axis}s_done")
 
 
-def _staged(kernel: Kernel, body: Body, plan: Plan, persistent: bool) -> Body:
+def _staged(body: Body, plan: Plan, persistent: bool) -> Body:
     result: list[Stmt] = []
     once = _loaded(body)
     for stmt in body:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.ir.graph import access
-from flashgen.ir.nodes import For, If, Kernel, Let, Stmt, Tile
-from flashgen.ir.visit import Body, statements
+from flashgen.ir.nodes import For, If, Kernel, Stmt, Tile
+from flashgen.ir.visit import Body, rewrite_kernel, statements
 from flashgen.lower.sm90.overlap import at_step
-from flashgen.lower.sm90.roles import in_role, within
+from flashgen.lower.sm90.roles import behind_lets, for_each_tile, in_role, within
 from flashgen.lower.sm90.stages import DONE, goes_round, parity
 from flashgen.machine.base import StoreFragment, WhileLoop
 from flashgen.machine.sm90 import (
@@ -38,49 +38,30 @@ def guard_loads(kernel: Kernel, plan: Plan) -> Kernel:
     """
     covered = set(plan.covered_by_output) if plan.persistent else set()
 
-    def change(body: Body) -> Body:
+    def guarded(body: Body) -> Body:
         result: list[Stmt] = []
         for stmt in body:
             if isinstance(stmt, For) and covered & {load.dst.buffer for load in _loads(stmt.body)}:
-                result += _after_output(kernel, stmt, covered)
-                continue
-            result += _guarded(kernel, (stmt,))
+                result.append(If(stmt.start < stmt.stop, guarded(_first_step(stmt, covered))))
+                stmt = replace(stmt, start=stmt.start + 1)
+            if isinstance(stmt, TmaLoad) and goes_round(kernel, stmt.dst):
+                result.append(WaitEmpty(stmt.dst, (parity(stmt.dst) + 1) % 2))
+            result += within((stmt,), guarded)
         return tuple(result)
 
-    def guard(body: Body) -> Body:
-        if any(isinstance(stmt, WhileLoop) for stmt in body):
-            return within(body, guard)
-        return change(body)
-
-    return in_role(kernel, "producer", guard)
+    return in_role(kernel, "producer", guarded)
 
 
 def _loads(body: Body) -> list[TmaLoad]:
     return [stmt for stmt in body if isinstance(stmt, TmaLoad)]
 
 
-def _guarded(kernel: Kernel, body: Body) -> Body:
-    result: list[Stmt] = []
-    for stmt in body:
-        if isinstance(stmt, For):
-            stmt = replace(stmt, body=_guarded(kernel, stmt.body))
-        elif isinstance(stmt, TmaLoad) and goes_round(kernel, stmt.dst):
-            result.append(WaitEmpty(stmt.dst, (parity(stmt.dst) + 1) % 2))
-        result.append(stmt)
-    return tuple(result)
-
-
-def _after_output(kernel: Kernel, loop: For, covered: set[str]) -> Body:
-    """The loop's first step by itself, in which the first load into a covered tile waits for O to have left."""
-    first: list[Stmt] = []
-    waiting = True
-    for load in _loads(loop.body):
-        if waiting and load.dst.buffer in covered:
-            first.append(WaitEmpty(OUTPUT, (DONE + 1) % 2, note="the O of the last tile has left this memory"))
-            waiting = False
-        first += _guarded(kernel, (at_step(loop, load, loop.start),))
-    rest = replace(loop, start=loop.start + 1, body=_guarded(kernel, loop.body))
-    return If(loop.start < loop.stop, tuple(first)), rest
+def _first_step(loop: For, covered: set[str]) -> Body:
+    """The loads of a loop's first step, with a wait for O to have left before the first that it lies over."""
+    loads = tuple(at_step(loop, load, loop.start) for load in _loads(loop.body))
+    first = next(at for at, load in enumerate(_loads(loop.body)) if load.dst.buffer in covered)
+    wait = WaitEmpty(OUTPUT, (DONE + 1) % 2, note="the O of the last tile has left this memory")
+    return (*loads[:first], wait, *loads[first:])
 
 
 def guard_reads(kernel: Kernel, plan: Plan) -> Kernel:
@@ -100,17 +81,13 @@ def guard_reads(kernel: Kernel, plan: Plan) -> Kernel:
             result.append(stmt)
         return tuple(result)
 
-    def outer(body: Body) -> Body:
-        """Tiles that are loaded once for a tile of queries are waited for even where no step reads them."""
-        if any(isinstance(stmt, WhileLoop) for stmt in body):
-            return within(body, outer, (WhileLoop,))
-        changed = change(body)
-        lets = next((at for at, stmt in enumerate(changed) if not isinstance(stmt, Let)), 0)
-        return (*changed[:lets], *(WaitFull(tile, parity(tile)) for tile in once.values()), *changed[lets:])
+    def for_a_tile(body: Body) -> Body:
+        """What is loaded once for a tile of queries is waited for even where no step reads it."""
+        return behind_lets(change(body), tuple(WaitFull(tile, parity(tile)) for tile in once.values()))
 
     once = _loaded_once(kernel)
     known = {stmt.tile.buffer for stmt in statements(kernel.body) if isinstance(stmt, WaitFull)} | set(once)
-    return in_role(kernel, "consumer", outer)
+    return in_role(kernel, "consumer", lambda body: for_each_tile(body, for_a_tile))
 
 
 def _loaded_once(kernel: Kernel) -> dict[str, Tile]:
@@ -189,15 +166,16 @@ def release_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     Invariant: the next load of such a tile waits for this.
     """
 
+    once = [tile for tile in _loaded_once(kernel).values() if goes_round(kernel, tile)]
+
     def change(body: Body) -> Body:
-        result = list(within(body, change, (WhileLoop,)))
-        for tile in _loaded_once(kernel).values():
-            readers = [at for at, stmt in enumerate(result) if tile.buffer in access(stmt).reads]
-            if readers and goes_round(kernel, tile) and not isinstance(result[readers[-1]], WhileLoop):
-                result.insert(readers[-1] + 1, ArriveEmpty(tile))
+        result = list(body)
+        for tile in once:
+            last = max(at for at, stmt in enumerate(result) if tile.buffer in access(stmt).reads)
+            result.insert(last + 1, ArriveEmpty(tile))
         return tuple(result)
 
-    return in_role(kernel, "consumer", change)
+    return in_role(kernel, "consumer", lambda body: for_each_tile(body, change))
 
 
 def guard_output(kernel: Kernel, plan: Plan) -> Kernel:
@@ -210,7 +188,7 @@ def guard_output(kernel: Kernel, plan: Plan) -> Kernel:
 
     def change(body: Body) -> Body:
         result: list[Stmt] = []
-        for stmt in within(body, change, (WhileLoop,)):
+        for stmt in body:
             if isinstance(stmt, StoreFragment) and covers:
                 result.append(ConsumerBarrier(note="every warp is done with the tiles that O lies over"))
             elif isinstance(stmt, StoreFragment) and plan.persistent:
@@ -223,7 +201,7 @@ def guard_output(kernel: Kernel, plan: Plan) -> Kernel:
         return tuple(result)
 
     last = () if covers and plan.persistent else (WaitStored(note="shared memory outlives the copies from it"),)
-    return in_role(kernel, "consumer", lambda body: (*change(body), *last))
+    return in_role(kernel, "consumer", lambda body: (*for_each_tile(body, change), *last))
 
 
 def keep_in_cache(kernel: Kernel, plan: Plan) -> Kernel:
@@ -233,10 +211,7 @@ def keep_in_cache(kernel: Kernel, plan: Plan) -> Kernel:
     """
     once = _loaded_once(kernel)
 
-    def change(body: Body) -> Body:
-        changed = within(body, change, NESTED)
-        return tuple(
-            replace(stmt, reuse=stmt.dst.buffer not in once) if isinstance(stmt, TmaLoad) else stmt for stmt in changed
-        )
+    def change(stmt: Stmt) -> Stmt:
+        return replace(stmt, reuse=stmt.dst.buffer not in once) if isinstance(stmt, TmaLoad) else stmt
 
-    return in_role(kernel, "producer", change)
+    return rewrite_kernel(kernel, change)
