@@ -295,7 +295,7 @@ class Kernel:
         strides = {name: row_strides(library.strides(array), self.layout) for name, array in tiles.items()}
         aligned = all(aligned_rows(library, array) and library.pointer(array) % 16 == 0 for array in tiles.values())
         arch = self._arch_for(device)
-        if arch.portable and any(step <= 0 for name in "qkv" for step in strides[name]):
+        if arch.portable and any(step <= 0 for name in ("q", "k", "v", "dout") for step in strides.get(name, ())):
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
             arch = parse_arch(arch.portable)
         made = self.programs(stage, replace(self.spec, aligned=aligned), arch)
@@ -306,7 +306,7 @@ class Kernel:
         """Bind each program to the strides of its arrays, and note the workspaces."""
         problem = call.problem
         vector = (problem.heads * problem.seqlen_q, problem.seqlen_q)
-        known: dict[str, tuple[int, ...]] = dict.fromkeys((*VECTORS, "lse_log2", "delta"), vector)
+        known: dict[str, tuple[int, ...]] = dict.fromkeys(VECTORS, vector)
         known |= dict.fromkeys(("o", "dout"), row_strides(gapless(call.o_shape), self.layout)) | strides
         if stage == "backward":
             for name, heads, seqlen, width in (
@@ -320,9 +320,11 @@ class Kernel:
             padded = -(-problem.seqlen_q // sizes["block_q"]) * sizes["block_q"]
             width = sizes["head_dim"]
             known["dq_workspace"] = (problem.heads * padded * width, padded * width, width)
-            call.workspaces = dict.fromkeys(("lse_log2", "delta"), call.lse_shape)
+            known |= dict.fromkeys(("lse_log2", "delta"), (problem.heads * padded, padded))
+            rows = (problem.batch, problem.heads, padded)
+            call.workspaces = dict.fromkeys(("lse_log2", "delta"), rows)
             if not self.spec.deterministic:
-                call.workspaces["dq_workspace"] = (problem.batch, problem.heads, padded, width)
+                call.workspaces["dq_workspace"] = (*rows, width)
         scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
         return tuple(program.bind(known, scalars) for program in made)
 

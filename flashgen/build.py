@@ -13,12 +13,10 @@ from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.printer import kernel_text
-from flashgen.plan import planner
+from flashgen.plan import planner, sm90_backward
 from flashgen.plan.arch import TOY, Arch, check_real, parse_arch
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
-
-SM90_KERNELS = ("attention_forward",)
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,9 @@ class Stages:
 
 def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
     """The record to plan a kernel for: the portable one where the chip's family lacks it, or cannot copy the rows."""
-    own = arch.family == "sm80" or (kernel in SM90_KERNELS and spec.aligned)
+    narrow = max(spec.head_dim, spec.head_dim_v) <= sm90_backward.MAX_HEAD_DIM
+    has = kernel == "attention_forward" or (kernel in sm90_backward.KERNELS and narrow)
+    own = arch.family == "sm80" or (has and spec.aligned)
     return arch if own else parse_arch(arch.portable)
 
 
@@ -82,10 +82,11 @@ def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
 def backward_with(spec: Spec, main: Plan) -> tuple[Stages, ...]:
     """The backward with a given plan for its main kernel; the others follow its blocks."""
     nest, arch = backward_nests.backward(spec), main.arch
+    portable = parse_arch(arch.portable) if arch.portable else arch  # what only copies needs no instruction of its own
 
     def follow(make: Callable[[Spec], Kernel]) -> Stages:
         kernel = make(spec)
-        return _finish(kernel, planner.plan_like(kernel, spec, arch, main), spec)
+        return _finish(kernel, planner.plan_like(kernel, spec, portable, main), spec)
 
     if spec.deterministic:
         dq_nest = backward_nests.backward_dq(spec)

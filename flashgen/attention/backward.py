@@ -4,7 +4,8 @@ With P = exp(scale * Q K^T - lse) and delta = rowsum(dO * O) - dlse (FlashAttent
 LSE enters through delta, because d lse / d s = P):
     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = scale * dS K     dK = scale * dS^T Q
 
-`delta`: delta of each row, the LSE in base 2, and zeros for the dQ accumulator.
+`delta`: delta of each row, the LSE in base 2, and zeros for the dQ accumulator. Rows are padded to whole blocks, with
+zeros, so that a block of either vector is copied without a look at where the sequence ends.
 `backward`: a block of keys walks over the queries of every head of its group. Scores are transposed (keys are rows),
 so that P^T and dS^T feed dV and dK from the registers that they were computed in.
 `convert_dq`: scales the float32 accumulator of dQ and converts it.
@@ -78,7 +79,8 @@ def delta(spec: Spec) -> Kernel:
         buffers=(
             parts.tensor("o", spec, "seqlen_q", "head_dim_v"),
             parts.tensor("dout", spec, "seqlen_q", "head_dim_v"),
-            *(parts.vector(name) for name in ("lse", "dlse", "lse_log2", "delta")),
+            *(parts.vector(name) for name in ("lse", "dlse")),
+            *(parts.vector(name, "seqlen_q_padded") for name in ("lse_log2", "delta")),
             parts.shared("o_tile", spec, "block_q", "head_dim_v"),
             parts.shared("dout_tile", spec, "block_q", "head_dim_v"),
             parts.register("product", "block_q", "head_dim_v"),
@@ -142,8 +144,8 @@ def _backward_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.tensor("k", spec, "seqlen_k", "head_dim"),
         parts.tensor("v", spec, "seqlen_k", "head_dim_v"),
         parts.tensor("dout", spec, "seqlen_q", "head_dim_v"),
-        parts.vector("lse_log2"),
-        parts.vector("delta"),
+        parts.vector("lse_log2", "seqlen_q_padded"),
+        parts.vector("delta", "seqlen_q_padded"),
         parts.tensor("dk", spec, "seqlen_k", "head_dim"),
         parts.tensor("dv", spec, "seqlen_k", "head_dim_v"),
         parts.shared("q_tile", spec, "block_q", "head_dim"),

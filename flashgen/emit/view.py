@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cached_property
 
 from flashgen.emit.cexpr import c_text
 from flashgen.ir.expr import Compare, Const, Expr, I, J, Load, Var, rebuild
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
+from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
 from flashgen.machine.sm80 import MmaSync
 from flashgen.plan.plan import Plan
@@ -54,6 +56,21 @@ class Names:
     def at_first_stage(self, tile: Tile) -> bool:
         """True where a stage needs no offset; a tile of one stage keeps the count of its rounds in the expression."""
         return tile.stage == Const(0) or self.kernel.buffer(tile.buffer).stages == 1
+
+    def operand(self, described: sm90.Describe) -> str:
+        """The variable that holds a tile's descriptor; it names the part of a tile of which several are read."""
+        several = len(self._parts.get(described.tile.buffer, ())) > 1
+        part = described.part.replace(" ", "_") or "whole"
+        return f"{described.tile.buffer}_{part if several else 'operand'}"
+
+    @cached_property
+    def _parts(self) -> dict[str, set[str]]:
+        """The parts of each shared tile that products read."""
+        found: dict[str, set[str]] = {}
+        for stmt in statements(self.kernel.body):
+            for item in sm90.operands(self.kernel, stmt) if isinstance(stmt, sm90.Wgmma) else ():
+                found.setdefault(item.tile.buffer, set()).add(item.part)
+        return found
 
     def in_panels(self, buffer: Buffer) -> bool:
         """True for a shared tile as TMA moves it."""
@@ -109,9 +126,9 @@ class Names:
         return f"{buffer.name}[{start}{coordinates[index]}]"  # type: ignore[index]
 
     def rows_left(self, window: Window) -> str:
-        """Rows of the tensor from the window's first one on: what a copy may touch."""
+        """Rows of the tensor from the window's first one on: what a copy may touch. A padded one has whole blocks."""
         limit = self.kernel.buffer(window.buffer).shape[2]
-        return self.uniform(Var(limit) - window.origin[2])
+        return "BLOCK_Q" if limit == "seqlen_q_padded" else self.uniform(Var(limit) - window.origin[2])
 
 
 def _by_offset(expr: Expr) -> Expr:
@@ -161,32 +178,45 @@ def _product(stmt: MmaSync, names: Names) -> Fields:
     return {"product": "multiply_packed", "types": f"{acc}, {b}, {flag[stmt.transpose_b]}"}
 
 
+def width(stmt: sm90.Wgmma, names: Names) -> int:
+    """Columns that one warpgroup computes."""
+    acc = names.kernel.buffer(stmt.acc)
+    assert acc.warps is not None
+    return names.sizes[acc.shape[1]] // acc.warps[1]
+
+
 def instruction(stmt: sm90.Wgmma, names: Names) -> str:
     """The name of the device function that issues a product."""
-    n = names.sizes[names.kernel.buffer(stmt.acc).shape[1]]
-    return f"wgmma_64x{n}x16_{'registers' if isinstance(stmt.a, str) else 'shared'}"
+    kind = "registers" if isinstance(stmt.a, str) else "shared_transposed" if stmt.transpose_a else "shared"
+    return f"wgmma_64x{width(stmt, names)}x16_{kind}"
 
 
 def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
     """What the statements of the sm90 family have beside their fields."""
     if isinstance(stmt, sm90.Wgmma):
         a = names.kernel.buffer(stmt.a if isinstance(stmt.a, str) else stmt.a.buffer)
+        *shared_a, b = sm90.operands(names.kernel, stmt)
         return {
             "instruction": instruction(stmt, names),
-            "depth": a.shape[1].upper(),
-            "a_operand": _operand(stmt.a) if isinstance(stmt.a, Tile) else "",
-            "b_operand": _operand(stmt.b),
+            "depth": a.shape[0 if stmt.transpose_a else 1].upper(),
+            "a_operand": names.operand(shared_a[0]) if shared_a else "",
+            "a_order": "mn_major" if stmt.transpose_a else "k_major",
+            "b_operand": names.operand(b),
             "b_order": "k_major" if stmt.transpose_b else "mn_major",
             "accumulated": "1" if stmt.accumulate else "k > 0",
         }
+    if isinstance(stmt, sm90.LoadVector):
+        return {"full": _barrier(stmt.tile, "full", names)}
     if isinstance(stmt, sm90.TmaLoad):
         policy = "keep_in_cache" if stmt.reuse else "leave_cache_first"
-        return _box(stmt.src, names) | {"full": _barrier(stmt.dst, "full", names), "policy": policy}
+        beside = [f"{names.kernel.buffer(name).shape[0].upper()} * 4" for name in stmt.beside]
+        more = {"full": _barrier(stmt.dst, "full", names), "policy": policy, "beside_bytes": " + ".join(beside)}
+        return _box(stmt.src, names) | more
     if isinstance(stmt, sm90.TmaStore):
         return _box(stmt.dst, names)
     if isinstance(stmt, sm90.Describe):
-        major = "mn_major" if stmt.order == "columns" else "k_major"
-        return {"operand": _operand(stmt.tile), "own_rows": stmt.order == sm90.OWN_ROWS, "major": major}
+        step = {sm90.OWN_ROWS: "WARPGROUP_STEP", sm90.OWN_COLUMNS: "PANEL_STEP"}.get(stmt.part, "")
+        return {"operand": names.operand(stmt), "step": step}
     if isinstance(stmt, sm90.PublishTile):
         values = ", ".join(names.uniform(value) for value in stmt.values)
         return {"full": _barrier(stmt.dst, "full", names), "published": values}
@@ -208,11 +238,6 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
     return {"is_producer": isinstance(stmt, sm90.Role) and stmt.role == "producer"}
 
 
-def _operand(tile: Tile) -> str:
-    """The variable that holds a tile's descriptor."""
-    return f"{tile.buffer}_operand"
-
-
 def _box(window: Window, names: Names) -> Fields:
     """Where TMA copies from or to."""
     batch, head, row = (names.uniform(index) for index in window.origin)
@@ -230,6 +255,9 @@ def _window(window: Window, field: str, names: Names) -> Fields:
     buffer = names.kernel.buffer(window.buffer)
     spelled: Fields = {field: names.place(window)}
     if buffer.layout_of:
+        warps = names.kernel.buffer(buffer.layout_of).warps
+        across = warps[1] if warps and names.plan.arch.family == "sm90" else 1
+        spelled["thread"] = f", thread_by_columns<{across}>()" if across > 1 else ""
         shape = names.kernel.buffer(buffer.layout_of).shape
         return spelled | {"size": " * ".join(dim.upper() for dim in shape)}
     spelled |= {"rows": names.rows_left(window)}

@@ -6,7 +6,7 @@ Hopper kernels is in templates/.
 
 from __future__ import annotations
 
-from flashgen.emit.view import Fields, Names, instruction
+from flashgen.emit.view import Fields, Names, instruction, width
 from flashgen.ir.dtype import BF16
 from flashgen.ir.nodes import Kernel, Space
 from flashgen.ir.visit import statements
@@ -27,12 +27,12 @@ def products(kernel: Kernel, names: Names, spec: Spec) -> list[Fields]:
 
 
 def _product(kernel: Kernel, names: Names, spec: Spec, stmt: Wgmma) -> Fields:
-    n = names.sizes[kernel.buffer(stmt.acc).shape[1]]
+    n = width(stmt, names)
     count = n // 2
     in_registers = isinstance(stmt.a, str) and kernel.space(stmt.a) is Space.REGISTER
-    a = ["a0", "a1", "a2", "a3"] if in_registers else ["a"]
+    a = ["a0", "a1", "a2", "a3"] if in_registers else ["a", "a_step"]
     first = count + len(a)
-    low_words = {"b_desc": f"%{first}"} if in_registers else {"a_desc": f"%{count}", "b_desc": f"%{first}"}
+    low_words = {"b_desc": first} if in_registers else {"a_desc": count, "b_desc": first}
     return {
         "name": instruction(stmt, names),
         "n": n,
@@ -42,14 +42,20 @@ def _product(kernel: Kernel, names: Names, spec: Spec, stmt: Wgmma) -> Fields:
         "registers": _lines([f"%{index}" for index in range(count)], 16),
         "a": f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}" if in_registers else "a_desc",
         "descriptors": ", ".join(low_words),
-        "moves": [f"mov.b64 {name}, {{{low}, {DESCRIPTOR_HIGH}}};" for name, low in low_words.items()],
-        "flag": f"%{first + 1}",
+        # added here, or the sums of all steps would be computed ahead of a loop, and kept in registers
+        "moves": [
+            f"add.u32 low, %{low}, %{low + 1}; mov.b64 {name}, {{low, {DESCRIPTOR_HIGH}}};"
+            for name, low in low_words.items()
+        ],
+        "flag": f"%{first + 2}",
         # scale a, scale b; transposes of the operands in shared memory: set where depth is not the contiguous dimension
-        "modifiers": ", ".join(["1", "1", *(() if in_registers else ("0",)), "0" if stmt.transpose_b else "1"]),
+        "modifiers": ", ".join(
+            ["1", "1", *(() if in_registers else (str(int(stmt.transpose_a)),)), "0" if stmt.transpose_b else "1"]
+        ),
         "outputs": _lines(
             [f'"+f"(acc[{i}][{2 * j + c}])' for j in range(n // 8) for i in range(2) for c in range(2)], 8
         ),
-        "inputs": ", ".join([*(f'"r"({name})' for name in (*a, "b")), '"r"(accumulate)']),
+        "inputs": ", ".join(f'"r"({name})' for name in (*a, "b", "b_step", "accumulate")),
     }
 
 

@@ -1,9 +1,9 @@
 """Register tiles as warps and lanes hold them, and expressions over them.
 
-A tile is divided among the warps: warp w of a (rows, columns) = (wm, wn) division has part (w // wn, w % wn). Within a
-warp, an accumulator's row is held by four lanes: column j by lane (j % 8) // 2 (PTX ISA, "Matrix Fragments for
-mma.m16n8k16"). A row vector is held by all four lanes of its rows, each with a value of its own: after ReduceRows these
-differ, until CombineLanes.
+A tile is divided among the warps: warp w of a (rows, columns) = (wm, wn) division has part (w // wn, w % wn). On sm90
+warpgroups divide a tile, and the four warps of each the rows of its part. Within a warp, an accumulator's row is held
+by four lanes: column j by lane (j % 8) // 2 (PTX ISA, "Matrix Fragments for mma.m16n8k16"). A row vector is held by all
+four lanes of its rows, each with a value of its own: after ReduceRows these differ, until CombineLanes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,23 @@ def rows_of(block: Block, warp: Warp, name: str) -> np.ndarray:
     """The rows of a register tile or row vector that a warp holds, as positions in the block's tile."""
     down, _ = _division(block, name)
     size = block.shape(name)[0] // down
-    return warp.index // (block.plan.computing_warps // down) * size + np.arange(size)
+    return _part(block, warp, name)[0] * size + np.arange(size)
 
 
 def columns_of(block: Block, warp: Warp, name: str) -> np.ndarray:
     """The columns of a register tile that a warp holds."""
     _, across = _division(block, name)
     size = block.shape(name)[1] // across
-    return warp.index % across * size + np.arange(size)
+    return _part(block, warp, name)[1] * size + np.arange(size)
+
+
+def _part(block: Block, warp: Warp, name: str) -> tuple[int, int]:
+    """Which part of a tile's rows and of its columns a warp holds."""
+    down, across = _division(block, name)
+    if block.plan.arch.family == "sm90" and across > 1:
+        group, own = divmod(warp.index, 4)
+        return group // across * 4 + own, group % across
+    return warp.index // (block.plan.computing_warps // down), warp.index % across
 
 
 def _division(block: Block, name: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from flashgen.interp.warps import Block, Meaning, Steps, Waiting, Warp
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Stmt, Tile, name_of
 from flashgen.machine import sm90
+from flashgen.machine.base import StoreFragment
 from flashgen.machine.sm90 import WARPGROUP_ROWS
 
 Stage = tuple[str, int]
@@ -29,9 +30,15 @@ Stage = tuple[str, int]
 
 @dataclass
 class Phases:
-    """The two mbarriers of one stage of a tile, with what is on its way to it; `value`: a place that was published."""
+    """The two mbarriers of one stage of a tile, with what is on its way to it.
+
+    beside: vectors that land in the same phase; missing: those whose copies are still to be issued. value: a published
+    place.
+    """
 
     full: int = 0
+    beside: tuple[str, ...] = ()
+    missing: set[str] = field(default_factory=set)
     empty: int = 0
     arrived: set[int] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
@@ -88,8 +95,20 @@ def _tma_load(block: Block, warp: Warp, stmt: sm90.TmaLoad) -> None:
     if phases.flying:
         raise hazard(warp, stmt, f"{name} is loaded while an earlier load of the same stage is in flight")
     phases.flying.append(block.shared.issue(block.access(warp, stmt, stmt.dst), value, rows[:, None], columns))
-    phases.full += 1
+    phases.beside, phases.missing = stmt.beside, set(stmt.beside)
+    phases.full += not phases.missing
     phases.seen.clear()
+
+
+def _load_vector(block: Block, warp: Warp, stmt: sm90.LoadVector) -> None:
+    name, phases = stmt.dst.buffer, _phases(block, warp, stmt.tile)
+    if name not in phases.missing:
+        raise hazard(warp, stmt, f"the load of {stmt.tile.buffer} does not count the bytes of {name}")
+    rows = np.arange(*block.shape(name))
+    value = block.load(warp, stmt.src, block.shape(name), rows)
+    phases.flying.append(block.shared.issue(block.access(warp, stmt, stmt.dst), value, rows))
+    phases.missing.discard(name)
+    phases.full += not phases.missing
 
 
 def _wait_full(block: Block, warp: Warp, stmt: sm90.WaitFull) -> Steps:
@@ -105,7 +124,8 @@ def _wait_full(block: Block, warp: Warp, stmt: sm90.WaitFull) -> Steps:
 def _wait_empty(block: Block, warp: Warp, stmt: sm90.WaitEmpty) -> Steps:
     phases, parity = _phases(block, warp, stmt.tile), warp.uniform(stmt.parity)
     yield Waiting(lambda: phases.empty % 2 != parity)
-    block.shared.release(block.access(warp, stmt, stmt.tile))
+    for name in (stmt.tile.buffer, *phases.beside):
+        block.shared.release(block.access(warp, stmt, replace(stmt.tile, buffer=name)))
 
 
 def _arrive_empty(block: Block, warp: Warp, stmt: sm90.ArriveEmpty) -> None:
@@ -115,6 +135,8 @@ def _arrive_empty(block: Block, warp: Warp, stmt: sm90.ArriveEmpty) -> None:
         for tile in product.reads():
             if isinstance(tile, Tile) and (tile.buffer, warp.uniform(tile.stage)) == place:
                 raise hazard(warp, stmt, f"{tile.buffer} is released while a product in flight reads it")
+    if phases.full and warp.index not in phases.seen:
+        raise hazard(warp, stmt, f"{stmt.tile.buffer} is released without a wait for what landed in this stage")
     phases.seen.discard(warp.index)
     _arrived(block, warp, stmt, phases, stmt.tile.buffer)
 
@@ -133,7 +155,7 @@ def _wgmma(block: Block, warp: Warp, stmt: sm90.Wgmma) -> None:
     rows, columns = rows_of(block, warp, stmt.acc), columns_of(block, warp, stmt.acc)
     b = _operand(block, warp, stmt, stmt.b, columns, stmt.transpose_b)
     if isinstance(stmt.a, Tile):
-        a = _operand(block, warp, stmt, stmt.a, rows, True).T
+        a = _operand(block, warp, stmt, stmt.a, rows, not stmt.transpose_a).T
     else:
         a = get(warp, stmt, name_of(stmt.a))
     product = np.matmul(a, b)
@@ -146,12 +168,27 @@ def _wgmma(block: Block, warp: Warp, stmt: sm90.Wgmma) -> None:
 
 def _operand(block: Block, warp: Warp, stmt: Stmt, tile: Tile, part: np.ndarray, by_row: bool) -> np.ndarray:
     """[depth, part]: rows of a tile transposed (a, and b kept as [n][k]), or its columns."""
-    if warp.index not in _phases(block, warp, tile).seen:
+    phases = _phases(block, warp, tile)
+    if phases.full and warp.index not in phases.seen:
         raise hazard(warp, stmt, f"{tile.buffer} is read without a wait for its load")
     height, width = block.shape(tile.buffer)
     index = (part[:, None], np.arange(width)) if by_row else (np.arange(height)[:, None], part)
-    value = block.shared.read(block.access(warp, stmt, tile), *index)
+    value = block.shared.read_by_proxy(block.access(warp, stmt, tile), *index)
     return value.T if by_row else value
+
+
+def _store_fragment(block: Block, warp: Warp, stmt: StoreFragment) -> None:
+    """Refused where a product of any warp may still read what is overwritten."""
+    place = block.plan.placement(stmt.dst.buffer)
+    first = place.offset + warp.uniform(stmt.dst.stage) * place.stage_bytes
+    for other, products in state(block).products.items():
+        for product, _ in products:
+            for tile in (item for item in product.reads() if isinstance(item, Tile)):
+                read = block.plan.placement(tile.buffer)
+                start = read.offset + block.warps[other].uniform(tile.stage) * read.stage_bytes
+                if start < first + place.stage_bytes and first < start + read.stage_bytes:
+                    raise hazard(warp, stmt, f"{tile.buffer} is overwritten while a product of warp {other} reads it")
+    BASE[StoreFragment](block, warp, stmt)
 
 
 def _wait_wgmma(block: Block, warp: Warp, stmt: sm90.WaitWgmma) -> None:
@@ -279,7 +316,9 @@ def _guarded(meaning: Meaning) -> Meaning:
 RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.items()} | {
     sm90.InitBarriers: _init_barriers,
     sm90.Role: _role,
+    StoreFragment: _guarded(_store_fragment),
     sm90.TmaLoad: _tma_load,
+    sm90.LoadVector: _load_vector,
     sm90.WaitFull: _wait_full,
     sm90.WaitEmpty: _wait_empty,
     sm90.ArriveEmpty: _arrive_empty,

@@ -123,6 +123,7 @@ class SharedMemory:
     def land(self, copy: InFlight) -> None:
         """The issuing warp has waited for the copy."""
         self.flight[copy.cells] = NOBODY
+        self.unfenced[copy.cells] = False
         self._mark(copy.access, copy.cells, copy.raw)
 
     def publish(self, copy: InFlight) -> None:
@@ -147,6 +148,12 @@ class SharedMemory:
             raise access.hazard("read by a copy with no fence since it was written")
         self.leaving[cells] = access.warp
         return decode(self.buffers[access.buffer].dtype, self.raw[cells])
+
+    def read_by_proxy(self, access: Access, *index: Value) -> np.ndarray:
+        """Elements that a product reads: what warps have stored there themselves has to be fenced."""
+        if np.any(self.unfenced[self._cells(access, index)]):
+            raise access.hazard("read by a product with no fence since it was written")
+        return self.read(access, *index)
 
     def left(self, warp: int) -> None:
         """The copies that a warp started have read what they copy."""

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from flashgen.ir import verify
 from flashgen.ir.nodes import Kernel, Level
 from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80
-from flashgen.lower.sm90 import descriptors, guess, overlap, persist, roles, select, stages, waits
+from flashgen.lower.sm90 import descriptors, guess, order, overlap, persist, roles, select, stages, waits
 from flashgen.machine.verify import machine as verify_machine
 from flashgen.plan.plan import Plan
 
 Pass = Callable[[Kernel, Plan], Kernel]
 
-TILE_PASSES: tuple[Pass, ...] = (masks.skip_blocks, masks.guard_masks, loops.flatten)
+TILE_PASSES: tuple[Pass, ...] = (masks.skip_blocks, masks.guard_masks)
 SM80_PASSES: tuple[Pass, ...] = (
+    loops.flatten,
     operands.through_shared,
     sm80.select,
     reduction.combine_after_loop,
@@ -24,12 +25,15 @@ SM80_PASSES: tuple[Pass, ...] = (
 )
 SM90_PASSES: tuple[Pass, ...] = (
     select.instructions,
+    loops.number,
     reduction.combine_after_loop,
     select.isolate_columns,
     persist.take_tiles,
     stages.stage_tiles,
+    order.join_vectors,
     roles.split_roles,
     persist.hand_over_tiles,
+    order.order_products,
     overlap.overlap,
     guess.guess_maximum,
     overlap.take_turns,
@@ -38,6 +42,7 @@ SM90_PASSES: tuple[Pass, ...] = (
     waits.wait_products,
     waits.release_tiles,
     waits.guard_output,
+    waits.guard_exchange,
     waits.keep_in_cache,
     descriptors.describe,
 )

@@ -17,7 +17,9 @@ from flashgen.ir.visit import statements
 from flashgen.machine.base import MachineStmt
 
 WARPGROUP_ROWS = 64
+PANEL = 64  # columns that TMA writes side by side, which is also the largest part of a product's columns that moves
 OWN_ROWS = "own rows"
+OWN_COLUMNS = "own columns"
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,28 @@ class Role(Sm90Stmt):
 class TmaLoad(Sm90Stmt):
     """dst = src, landing at the wait for its full barrier; zero where out of range.
 
-    reuse: other blocks read it too, so that it should stay in the L2.
+    reuse: other blocks read it too, so that it should stay in the L2. beside: vectors that land in the same phase.
     """
 
     dst: Tile
     src: Window
     reuse: bool = False
+    beside: tuple[str, ...] = ()
     NAME = "tma_load"
     NEEDS = "every computing warp has released this stage of dst"
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
+class LoadVector(Sm90Stmt):
+    """dst = src, landing with `tile`, whose load names dst as what it is beside."""
+
+    dst: Tile
+    src: Window
+    tile: Tile
+    NAME = "load_vector"
+    NEEDS = "the load of `tile` into this stage has been issued; src is 16-byte aligned, with whole blocks of rows"
     WRITES = ("dst",)
     READS = ("src",)
 
@@ -103,9 +119,10 @@ class ArriveEmpty(Sm90Stmt):
 
 @dataclass(frozen=True)
 class Wgmma(Sm90Stmt):
-    """acc (+)= a op(b), done at its wait: a is a shared tile or a packed register tile, b a shared tile.
+    """acc (+)= op(a) op(b), done at its wait: a is a shared tile or a packed register tile, b a shared tile.
 
     A group of its own. Until it has been waited for, nothing else may touch acc or write a register operand.
+    Warpgroups divide acc by rows, or by columns.
     """
 
     acc: str
@@ -113,6 +130,7 @@ class Wgmma(Sm90Stmt):
     b: Tile
     transpose_b: bool = False
     accumulate: bool = False
+    transpose_a: bool = False
     NAME = "wgmma"
     NEEDS = "a and b have landed"
     WRITES = ("acc",)
@@ -177,12 +195,12 @@ class PassTurn(Sm90Stmt):
 class Describe(Sm90Stmt):
     """Where a shared tile begins, as a wgmma descriptor has it: for the products behind it that read this tile.
 
-    order: "rows" where depth runs along the rows of the tile, as in K; OWN_ROWS for those of this warpgroup alone, as
-    in Q; "columns" where it runs down the rows, as in V.
+    part: "" for the whole tile, as of K and V; OWN_ROWS for the rows of this warpgroup alone, as of Q; OWN_COLUMNS for
+    its panel.
     """
 
     tile: Tile
-    order: str
+    part: str = ""
     NAME = "describe"
     NEEDS = "nothing: the tile need not have landed"
 
@@ -277,6 +295,17 @@ class TakeTile(Sm90Stmt):
 
     def assigns(self) -> tuple[str, ...]:
         return tuple(name for name in self.names if name)
+
+
+def operands(kernel: Kernel, stmt: Wgmma) -> tuple[Describe, ...]:
+    """The shared operands of a product, as their descriptors have to be."""
+    warps = kernel.buffer(stmt.acc).warps
+    by_columns = warps is not None and warps[1] > 1
+    found = []
+    if isinstance(stmt.a, Tile):
+        down = "" if by_columns else OWN_COLUMNS
+        found.append(Describe(stmt.a, down if stmt.transpose_a else OWN_ROWS))
+    return (*found, Describe(stmt.b, OWN_COLUMNS if by_columns else ""))
 
 
 def mapped(kernel: Kernel) -> set[str]:

@@ -8,7 +8,7 @@ from flashgen.ir.visit import statements
 from flashgen.machine.base import MachineStmt, ReduceRows
 from flashgen.machine.sm80 import MmaSync
 from flashgen.machine.sm80_hazards import hazards
-from flashgen.machine.sm90 import Wgmma
+from flashgen.machine.sm90 import PANEL, Wgmma
 from flashgen.plan.plan import Plan
 
 
@@ -35,14 +35,23 @@ def _check_wgmma(kernel: Kernel, plan: Plan, stmt: Wgmma) -> None:
     """Shapes agree, a warpgroup has 64 rows, and the width is one of the instruction's."""
     sizes = plan.sizes
     acc, a, b = kernel.buffer(stmt.acc), kernel.buffer(_buffer(stmt.a)), kernel.buffer(stmt.b.buffer)
+    a_shape = a.shape[::-1] if stmt.transpose_a else a.shape
     b_shape = b.shape[::-1] if stmt.transpose_b else b.shape
-    if (a.shape[0], b_shape[1]) != acc.shape or a.shape[1] != b_shape[0]:
-        raise VerifyError(f"{kernel.name}: {stmt.acc} = {a.shape} x {b_shape} has disagreeing shapes")
+    if (a_shape[0], b_shape[1]) != acc.shape or a_shape[1] != b_shape[0]:
+        raise VerifyError(f"{kernel.name}: {stmt.acc} = {a_shape} x {b_shape} has disagreeing shapes")
     rows, cols = (sizes[dim] for dim in acc.shape)
-    if rows * 4 != 64 * plan.computing_warps or cols % 8 or cols > 256 or sizes[a.shape[1]] % 16:
+    assert acc.warps is not None
+    down, across = acc.warps
+    if rows * 4 != 64 * down or cols % (8 * across) or cols > 256 * across or sizes[a_shape[1]] % 16:
         raise VerifyError(
             f"{kernel.name}: {stmt.acc} of {rows} x {cols} is not 64 rows a warpgroup by 8 to 256 columns"
         )
+    if across > 1 and cols != PANEL * across:
+        raise VerifyError(
+            f"{kernel.name}: warpgroups divide the {cols} columns of {stmt.acc} by whole panels of {PANEL}"
+        )
+    if isinstance(stmt.a, str) and (stmt.transpose_a or across > 1):
+        raise VerifyError(f"{kernel.name}: {stmt.a} in registers has the rows of its warpgroup, as they are")
 
 
 def _check_product(kernel: Kernel, plan: Plan, stmt: MmaSync) -> None:

@@ -66,7 +66,9 @@ class Candidate:
     def _stages_text(self) -> str:
         """How deep the copies are staged: one number where all tiles agree."""
         depths = [
-            count for name, count in self.stages if name.endswith("_tile") and not name.startswith(("lse", "delta"))
+            count
+            for name, count in self.stages
+            if name.endswith("_tile") and not name.startswith(("lse", "delta", "ds"))
         ]
         if not depths:
             return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.ir.nodes import Kernel, Space
-from flashgen.plan import cost, sm90, smem, tuned
+from flashgen.plan import cost, sm90, sm90_backward, smem, tuned
 from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import candidates
 from flashgen.plan.operands import through_shared
@@ -23,7 +23,7 @@ class PlanError(ValueError):
 
 def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
     """The plan of one kernel, with every candidate's verdict; PlanError names the limit where none fits."""
-    verdicts = judged(kernel, arch, head_dims(spec, arch))
+    verdicts = judged(kernel, arch, head_dims(spec, arch, kernel.name))
     if not verdicts or verdicts[0].rejection:
         least = min(verdicts, key=lambda v: (v.unfit, _blocks_product(v.candidate), str(v.candidate)))
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
@@ -33,7 +33,10 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
 
 def judged(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> list[Verdict]:
     """A verdict on every candidate of the chip's family, those that fit first, by cost."""
-    if arch.family == "sm90":
+    if arch.family == "sm90" and kernel.name in sm90_backward.KERNELS:
+        every = sm90_backward.candidates(kernel, sizes)
+        found = [sm90_backward.judge(kernel, arch, sizes, candidate) for candidate in every]
+    elif arch.family == "sm90":
         found = [sm90.judge(kernel, arch, sizes, candidate) for candidate in sm90.candidates(kernel)]
     else:
         found = [judge(kernel, arch, sizes, candidate) for candidate in candidates(kernel, arch, sizes)]
@@ -55,24 +58,26 @@ def plan_like(kernel: Kernel, spec: Spec, arch: Arch, leader: Plan) -> Plan:
     block_q = leader.sizes["block_q"]
     shares_fragments = kernel.name == "attention_convert_dq"
     pieces = block_q // arch.mma[0]
-    warps = leader.warps if shares_fragments else max(count for count in range(1, 9) if pieces % count == 0)
+    warps = leader.computing_warps if shares_fragments else max(n for n in range(1, 9) if pieces % n == 0)
     layouts = {
         item.name: leader.layouts["dq_acc"] if shares_fragments else (warps, 1)
         for item in kernel.buffers
         if item.space is Space.REGISTER and len(item.shape) == 2
     }
     candidate = Candidate((("block_q", block_q),), warps, (), tuple(layouts.items()))
-    made = make(kernel, spec, arch, candidate)
+    made = make(kernel, spec, arch, candidate, {name: leader.sizes[name] for name in ("head_dim", "head_dim_v")})
     return replace(made, source=f"the blocks of {leader.kernel}")
 
 
-def head_dims(spec: Spec, arch: Arch) -> dict[str, int]:
+def head_dims(spec: Spec, arch: Arch, kernel: str = "") -> dict[str, int]:
     """Head dims padded to whole matrix instructions (in depth and in pairs of columns).
 
     Where one of them is wide, to twice that: accumulators then only fit when two warps divide the columns.
     """
     unit = max(arch.mma[2], 2 * arch.mma[1])
-    if max(spec.head_dim, spec.head_dim_v) > 8 * unit:
+    if arch.family == "sm90" and kernel in sm90_backward.KERNELS:
+        unit = sm90_backward.HEAD_DIM_UNIT
+    elif max(spec.head_dim, spec.head_dim_v) > 8 * unit:
         unit *= 2
 
     def padded(size: int) -> int:
@@ -120,13 +125,14 @@ def _unfit_shape(kernel: Kernel, arch: Arch, sizes: dict[str, int], layouts: dic
     return ""
 
 
-def make(kernel: Kernel, spec: Spec, arch: Arch, candidate: Candidate) -> Plan:
-    """The plan that a candidate stands for."""
-    sizes = head_dims(spec, arch) | dict(candidate.blocks)
+def make(kernel: Kernel, spec: Spec, arch: Arch, candidate: Candidate, padded: dict[str, int] | None = None) -> Plan:
+    """The plan that a candidate stands for; `padded` head dims where those of another kernel count."""
+    sizes = (padded or head_dims(spec, arch, kernel.name)) | dict(candidate.blocks)
     dims = {dim for item in kernel.buffers if item.space is not Space.GLOBAL for dim in item.shape}
     named = tuple((name, sizes[name]) for name in ("block_q", "block_kv", "head_dim", "head_dim_v") if name in dims)
     if arch.family == "sm90":
-        return sm90.make(kernel, arch, named, sizes, candidate)
+        part = sm90_backward if kernel.name in sm90_backward.KERNELS else sm90
+        return part.make(kernel, arch, named, sizes, candidate)
     layouts, threads = dict(candidate.layouts), 32 * candidate.warps
     shared = smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))
     registers = cost.registers(kernel, sizes, threads, layouts)

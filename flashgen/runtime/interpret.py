@@ -41,12 +41,12 @@ def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: An
         arrays[name] = library.to_numpy(array) if vector else _inward(library, layout, array)
     for name in ("dq", "dk", "dv"):
         arrays[name] = np.full_like(arrays[name], np.nan)
-    for name in ("lse_log2", "delta"):
-        arrays[name] = np.full(call.lse_shape, np.nan, np.float32)
     sizes = stages[2].plan.sizes
     problem = call.problem
     padded = -(-problem.seqlen_q // sizes["block_q"]) * sizes["block_q"]
-    arrays["dq_workspace"] = np.full((problem.batch, problem.heads, padded, sizes["head_dim"]), np.nan, np.float32)
+    rows = (problem.batch, problem.heads, padded)
+    arrays |= {name: np.full(rows, np.nan, np.float32) for name in ("lse_log2", "delta")}
+    arrays["dq_workspace"] = np.full((*rows, sizes["head_dim"]), np.nan, np.float32)
     for stage in stages[1:]:
         _run(stage, arrays, call)
     for name in ("dq", "dk", "dv"):

@@ -16,7 +16,7 @@ from flashgen.machine.sm90 import box_rows, mapped
 from flashgen.runtime import tile_counters
 from flashgen.runtime.compile import Cubin, nvrtc
 from flashgen.runtime.launch import MAX_BLOCKS, Launcher
-from flashgen.runtime.tensormap import MAP_BYTES, TensorMap
+from flashgen.runtime.tensormap import ALIGNMENT, MAP_BYTES, TensorMap
 
 Strides = Sequence[int]
 ADDRESS = struct.Struct("<Q")
@@ -48,35 +48,36 @@ class Program:
 
     def bind(self, strides: Mapping[str, Strides], scalars: Mapping[str, int | float]) -> Bound:
         """The arguments but for the addresses, and the grid. Strides are (batch, head, row) or (batch, head)."""
-        parts: list[bytes] = []
+        data = bytearray()
+        offsets: list[int] = []
         for item in self.buffers:
             if item.name in self.mapped:
-                parts.append(bytes(MAP_BYTES))
-                continue
-            if not item.shape:
-                parts.append(ADDRESS.pack(0))
-                continue
-            count = len(item.shape) - 1 if len(item.shape) == 4 else 2
-            parts.append(struct.pack(f"<{1 + count}q", 0, *strides[item.name][:count]))
+                data += bytes(-len(data) % ALIGNMENT)  # as the compiler lays out the struct
+            offsets.append(len(data))
+            data += self._without_address(item, strides)
         sizes = {**self.stages.plan.sizes, **scalars}
         for scalar in self.stages.machine.scalars:
-            parts.append(struct.pack("<i" if scalar.dtype == I32 else "<f", scalars[scalar.name]))
+            data += struct.pack("<i" if scalar.dtype == I32 else "<f", scalars[scalar.name])
         extents = [int(evaluate(axis.extent, sizes)) for axis in self.stages.machine.axes]
         self._check_tiles(sizes)
-        offsets, at = [], 0
-        for part in parts[: len(self.buffers)]:
-            offsets.append(at)
-            at += len(part)
-        data = b"".join(parts)
         maps = {
             index: self._map(item, strides[item.name], scalars)
             for index, item in enumerate(self.buffers)
             if item.name in self.mapped
         }
         batch_bytes = [strides[item.name][0] * item.dtype.bytes for item in self.buffers if item.shape]
-        template = bytearray(data + bytes(-len(data) % 8))
+        template = data + bytes(-len(data) % (ALIGNMENT if self.mapped else 8))
         blocks, heads, batches = (*extents, 1, 1)[:3]
         return Bound(self, template, offsets, maps, batch_bytes, (blocks, heads, batches))
+
+    def _without_address(self, item: Buffer, strides: Mapping[str, Strides]) -> bytes:
+        """One array's place in the arguments: room for a map or an address, and strides."""
+        if item.name in self.mapped:
+            return bytes(MAP_BYTES)
+        if not item.shape:
+            return ADDRESS.pack(0)
+        count = len(item.shape) - 1 if len(item.shape) == 4 else 2
+        return struct.pack(f"<{1 + count}q", 0, *strides[item.name][:count])
 
     def _check_tiles(self, sizes: Mapping[str, int | float]) -> None:
         """Tiles of a persistent grid are numbered by 32-bit integers. Raises ValueError where there are too many."""

@@ -226,12 +226,12 @@ __device__ __forceinline__ void reduce_add<4>(float* target, const float* values
 #endif
 
 template <int WIDTH, int THREADS, int ROWS, int COLS>
-__device__ __forceinline__ void add_fragment(float* target, const float (&tile)[ROWS][COLS]) {
+__device__ __forceinline__ void add_fragment(float* target, const float (&tile)[ROWS][COLS], int thread = int(threadIdx.x)) {
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
     for (int j = 0; j < COLS; j += WIDTH) {
-      reduce_add<WIDTH>(target + (i * COLS + j) * THREADS + int(threadIdx.x) * WIDTH, &tile[i][j]);
+      reduce_add<WIDTH>(target + (i * COLS + j) * THREADS + thread * WIDTH, &tile[i][j]);
     }
   }
 }

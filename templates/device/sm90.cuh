@@ -17,14 +17,12 @@ struct PanelTile {
   static constexpr int ROWS = ROWS_, COLS = COLS_, PANELS = (COLS + 63) / 64;
   static constexpr int PANEL_BYTES = ROWS * 128, BYTES = PANELS * PANEL_BYTES;
   static constexpr uint32 WARPGROUP_STEP = 64 * 128 / 16;  // from the rows of one warpgroup to those of the next
+  static constexpr uint32 PANEL_STEP = PANEL_BYTES / 16;   // from the 64 columns of one warpgroup to those of the next
+  static __device__ __forceinline__ uint32 start(SharedAddress tile) { return tile.address() / 16; }
   // Depth runs along the rows of the tile in memory: step k is 32 bytes further, in the next panel after four.
-  static __device__ __forceinline__ uint32 k_major(SharedAddress tile) { return tile.address() / 16; }
-  static __device__ __forceinline__ uint32 k_major_step(int k) { return (k / 4 * PANEL_BYTES + k % 4 * 32) / 16; }
+  static __device__ __forceinline__ uint32 k_major(int k) { return (k / 4 * PANEL_BYTES + k % 4 * 32) / 16; }
   // Depth runs down the rows: step k is 16 rows further, and the panels lie PANEL_BYTES apart.
-  static __device__ __forceinline__ uint32 mn_major(SharedAddress tile) {
-    return tile.address() / 16 | PANEL_BYTES / 16 << 16;
-  }
-  static __device__ __forceinline__ uint32 mn_major_step(int k) { return k * 2048 / 16; }
+  static __device__ __forceinline__ uint32 mn_major(int k) { return (PANEL_BYTES / 16 << 16) + k * 2048 / 16; }
   // The address of a 16-byte piece of a row, of which the swizzle exchanges the last three bits with those of the row.
   static __device__ __forceinline__ uint32 piece(SharedAddress tile, int row, int piece) {
     return tile.address() + piece / 8 * PANEL_BYTES + row * 128 + (piece % 8 ^ row % 8) * 16;
@@ -87,10 +85,11 @@ __device__ __forceinline__ uint64 leave_cache_first() {
 }
 
 // A tile lands in its panels and ends the phase of `full`; elements out of range are zeros, and count as bytes.
-template <class Tile>
+// BESIDE: bytes of vectors that land in the same phase.
+template <class Tile, int BESIDE = 0>
 __device__ __forceinline__ void tma_load(SharedAddress tile, uint64* full, const TensorMap& map, int row, int head, int batch, uint64 policy) {
   const uint32 barrier = shared_address(full);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(Tile::BYTES) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(Tile::BYTES + BESIDE) : "memory");
 #pragma unroll 1  // the loading thread has few registers
   for (int panel = 0; panel < Tile::PANELS; ++panel) {
     asm volatile(
@@ -101,7 +100,24 @@ __device__ __forceinline__ void tma_load(SharedAddress tile, uint64* full, const
   }
 }
 
-// This thread's writes to shared memory will be seen by TMA, which reads through another proxy.
+// A piece of a vector lands beside the tile that `full` belongs to.
+template <int COUNT>
+__device__ __forceinline__ void load_vector(float* target, uint64* full, const float* source) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(target)),
+      "l"(source), "n"(COUNT * 4), "r"(shared_address(full))
+      : "memory");
+}
+
+// The number of this thread in the order of a tile that warpgroups divide by columns: what converts the tile later
+// counts its warps along the columns first.
+template <int WARPGROUPS>
+__device__ __forceinline__ int thread_by_columns() {
+  const int warp = int(threadIdx.x) / 32;
+  return (warp % 4 * WARPGROUPS + warp / 4) * 32 + int(threadIdx.x) % 32;
+}
+
+// This thread's writes to shared memory will be seen by TMA and by products, which read through another proxy.
 __device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // One thread starts the copy of a warpgroup's 64 rows; what is out of range is not written.

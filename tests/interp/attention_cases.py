@@ -65,9 +65,10 @@ class Problem:
         queries, keys = (self.batches, self.heads, self.seqlen_q), (self.batches, self.heads_kv, self.seqlen_k)
         padded_q = -(-self.seqlen_q // dims["block_q"]) * dims["block_q"]
         d, dv = self.spec.head_dim, self.spec.head_dim_v
-        shapes = {"o": (*queries, dv), "lse": queries, "delta": queries, "lse_log2": queries, "dq": (*queries, d)}
+        rows = (self.batches, self.heads, padded_q)
+        shapes = {"o": (*queries, dv), "lse": queries, "delta": rows, "lse_log2": rows, "dq": (*queries, d)}
         shapes |= {"dk": (*keys, d), "dv": (*keys, dv)}
-        shapes["dq_workspace"] = (self.batches, self.heads, padded_q, dims["head_dim"])
+        shapes["dq_workspace"] = (*rows, dims["head_dim"])
         return {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
 
     def kernels(self):

@@ -234,7 +234,7 @@ def test_generate_writes_removes_and_checks(small_catalog, tmp_path):
     kept = folder / "README.md"
     kept.write_text("not ours")
 
-    assert "15 files, 15 written, 1 removed" in " ".join(output(*command, "--no-compile").split())
+    assert "18 files, 18 written, 1 removed" in " ".join(output(*command, "--no-compile").split())
     assert not stale.parent.exists() and kept.exists()
     assert "0 written, 0 removed" in " ".join(output(*command, "--no-compile").split())
     assert "up to date" in " ".join(output(*command, "--check").split())

@@ -25,18 +25,22 @@ def overlap(kernel: Kernel, plan: Plan) -> Kernel:
     and stands before the loop, the last one's stands behind it.
     Invariant: the two products are independent in the dataflow graph.
     """
-    kernel = kernel.having(scalars=(*kernel.scalars, Scalar("zero", I32)))
-    return in_role(kernel, "consumer", lambda body: rewrite(body, _rotated))
+    changed = in_role(kernel, "consumer", lambda body: rewrite(body, _rotated))
+    return kernel if changed == kernel else changed.having(scalars=(*kernel.scalars, Scalar("zero", I32)))
 
 
 def _rotated(loop: Stmt) -> Stmt | Body:
     if not isinstance(loop, For):
         return loop
     lets = tuple(stmt for stmt in loop.body if isinstance(stmt, Let))
-    first, *between, last = (stmt for stmt in loop.body if not isinstance(stmt, Let))
-    if not (isinstance(first, Wgmma) and isinstance(last, Wgmma) and independent((first, last), 0, 1)):
+    steps = tuple(stmt for stmt in loop.body if not isinstance(stmt, Let))
+    if [at for at, stmt in enumerate(steps) if isinstance(stmt, Wgmma)] != [0, len(steps) - 1]:
         return loop
-    middle = _awaiting(tuple(between), last)
+    first, last = steps[0], steps[-1]
+    assert isinstance(last, Wgmma)
+    if not independent((first, last), 0, 1):
+        return loop
+    middle = _awaiting(steps[1:-1], last)
     some = loop.start < loop.stop
     before = tuple(at_step(loop, stmt, loop.start) for stmt in (first, *middle))
     behind = at_step(loop, last, binary("-", Var(loop.axis), Const(1)))

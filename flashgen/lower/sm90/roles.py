@@ -9,7 +9,7 @@ from flashgen.ir.expr import variables
 from flashgen.ir.nodes import For, If, Kernel, Let, Stmt, name_of
 from flashgen.ir.visit import Body, statements
 from flashgen.machine.base import Counter, WhileLoop
-from flashgen.machine.sm90 import InitBarriers, Role, TmaLoad
+from flashgen.machine.sm90 import InitBarriers, LoadVector, Role, TmaLoad
 from flashgen.plan.plan import Plan
 
 
@@ -42,7 +42,7 @@ def _only(body: Body, loads: bool) -> Body:
             inner = needed(_only(stmt.body, loads))
             if not all(part.assigns() for part in inner):
                 result.append(replace(stmt, body=inner))
-        elif stmt.assigns() or isinstance(stmt, TmaLoad) is loads:
+        elif stmt.assigns() or isinstance(stmt, TmaLoad | LoadVector) is loads:
             result.append(stmt)
     return tuple(result)
 

@@ -6,13 +6,15 @@ from dataclasses import replace
 from functools import reduce
 
 from flashgen.calculus import Term, affine, conjuncts
-from flashgen.ir.expr import NEG_INF, Compare, Const, Expr, J, Select, binary, minimum, variables
-from flashgen.ir.nodes import Buffer, Copy, Gemm, Kernel, Level, Space, Stmt, Tile, Window, name_of
+from flashgen.ir.expr import NEG_INF, Compare, Const, Expr, J, Select, binary, maximum, minimum, select
+from flashgen.ir.nodes import Accumulate, Buffer, Copy, Gemm, Kernel, Level, Space, Stmt, Tile, Window, name_of
 from flashgen.ir.visit import Body, rewrite_kernel
 from flashgen.lower.selection import select_shared
 from flashgen.machine import base
-from flashgen.machine.sm90 import TmaLoad, TmaStore, Wgmma
+from flashgen.machine.sm90 import LoadVector, TmaLoad, TmaStore, Wgmma
 from flashgen.plan.plan import Plan
+
+OUT_OF_REACH = 1 << 20  # beyond every column of a tile
 
 
 def instructions(kernel: Kernel, plan: Plan) -> Kernel:
@@ -29,19 +31,26 @@ def _placed(buffer: Buffer, plan: Plan) -> Buffer:
     if buffer.space is Space.SHARED:
         return replace(buffer, stages=plan.stages.get(buffer.name, 1))
     if buffer.space is Space.REGISTER:
-        return replace(buffer, warps=(plan.computing_warps, 1))
+        return replace(buffer, warps=plan.layouts.get(buffer.name, (plan.computing_warps, 1)))
     return buffer
 
 
 def _select(kernel: Kernel, stmt: Stmt) -> Stmt | Body:
     match stmt:
+        case Copy(src=Window() as window) if kernel.space(stmt.dst) is Space.REGISTER:
+            return base.LoadRows(name_of(stmt.dst), window, note=stmt.note)
         case Copy(src=Window() as window):
-            return TmaLoad(Tile(name_of(stmt.dst)), window, note=stmt.note)
+            dst = Tile(name_of(stmt.dst))
+            vector = len(kernel.buffer(dst.buffer).shape) == 1
+            return LoadVector(dst, window, dst, note=stmt.note) if vector else TmaLoad(dst, window, note=stmt.note)
         case Copy(dst=Window() as window) if kernel.space(stmt.src) is Space.SHARED:
             return TmaStore(window, Tile(name_of(stmt.src)), note=stmt.note)
         case Gemm():
             a = stmt.a if kernel.space(stmt.a) is Space.REGISTER else Tile(stmt.a)
-            return Wgmma(stmt.acc, a, Tile(stmt.b), stmt.transpose_b, stmt.accumulate, note=stmt.note)
+            flags = (stmt.transpose_b, stmt.accumulate, stmt.transpose_a)
+            return Wgmma(stmt.acc, a, Tile(stmt.b), *flags, note=stmt.note)
+        case Accumulate():
+            return base.AddFragment(stmt.dst, stmt.src, note=stmt.note)
     return select_shared(kernel, stmt)
 
 
@@ -61,15 +70,37 @@ def isolate_columns(kernel: Kernel, plan: Plan) -> Kernel:
 
 
 def _isolated(condition: Expr) -> Expr:
-    """j < min(limits), and what does not limit a column from above."""
-    limits: list[Expr] = []
+    """j < min(limits), or j >= max(limits) where those are the only ones, and what limits no column.
+
+    With a limit from below, what limits no column moves it out of reach where it does not hold.
+    """
+    above: list[Expr] = []
+    below: list[Expr] = []
     others: list[Expr] = []
     for compare in conjuncts(condition):
-        terms, rest = affine(compare.x, {J.name}) if J.name not in variables(compare.y) else ({}, compare.x)
-        if terms.get(J.name) == Term(1, Const(1)) and compare.op in ("<", "<="):
-            limit = binary("-", compare.y, rest)
-            limits.append(limit + 1 if compare.op == "<=" else limit)
-        else:
-            others.append(compare)
-    first = [Compare("<", J, reduce(minimum, limits))] if limits else []
-    return reduce(lambda x, y: x & y, [*first, *others])
+        kind, limit = _limit(compare)
+        {"above": above, "below": below}.get(kind, others).append(limit)
+    if below and not above:
+        limit = reduce(maximum, below)
+        if others:
+            limit = select(reduce(lambda x, y: x & y, others), limit, Const(OUT_OF_REACH))
+        return Compare(">=", J, limit)
+    first = [Compare("<", J, reduce(minimum, above))] if above else []
+    second = [Compare(">=", J, reduce(maximum, below))] if below else []
+    return reduce(lambda x, y: x & y, [*first, *second, *others])
+
+
+def _limit(compare: Compare) -> tuple[str, Expr]:
+    """ "above" and x for j < x, "below" and x for j >= x, or "" and the comparison itself."""
+    left, left_rest = affine(compare.x, {J.name})
+    right, right_rest = affine(compare.y, {J.name})
+    one = Term(1, Const(1))
+    if compare.op not in ("<", "<=") or (J.name in left) == (J.name in right):
+        return "", compare
+    if left.get(J.name) == one:
+        limit = binary("-", right_rest, left_rest)
+        return "above", limit + 1 if compare.op == "<=" else limit
+    if right.get(J.name) == one:
+        limit = binary("-", left_rest, right_rest)
+        return "below", limit if compare.op == "<=" else limit + 1
+    return "", compare

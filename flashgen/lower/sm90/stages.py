@@ -1,14 +1,14 @@
-"""Stages: each shared tile that TMA fills is a ring, and every load takes the next place in it."""
+"""Stages: each shared tile that a loop fills is a ring, and every load takes the next place in it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from flashgen.ir.expr import Binary, Const, Expr, Var, binary, maximum
+from flashgen.ir.expr import Binary, Const, Expr, Load, Var, binary, maximum, rebuild
 from flashgen.ir.nodes import For, Kernel, Stmt, Tile, name_of
-from flashgen.ir.visit import Body
-from flashgen.machine.base import Assign, Counter, WhileLoop
-from flashgen.machine.sm90 import TmaLoad
+from flashgen.ir.visit import Body, rewrite
+from flashgen.machine.base import Assign, Counter, StoreFragment, WhileLoop
+from flashgen.machine.sm90 import LoadVector, TmaLoad
 from flashgen.plan.plan import Plan
 
 DONE = Var("tiles_done")
@@ -17,7 +17,8 @@ DONE = Var("tiles_done")
 def stage_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     """Tiles go round through their stages: the n-th load of a tile by this block uses stage n % stages.
 
-    A loop's tiles are counted by its steps, in all tiles of queries so far; Q by those tiles.
+    A loop's tiles are counted by its steps, in all tiles of queries so far; Q by those tiles. So do tiles that the
+    computing warps fill in a loop.
     Invariant: every access to such a tile names its place by the load that filled it.
     """
     result: list[Stmt] = []
@@ -40,32 +41,53 @@ def _staged(body: Body, plan: Plan, persistent: bool) -> Body:
     result: list[Stmt] = []
     once = _loaded(body)
     for stmt in body:
-        if isinstance(stmt, For):
-            step = binary("-", Var(stmt.axis), stmt.start)
-            places = dict.fromkeys(_loaded(stmt.body), _steps(stmt) + step if persistent else step)
+        if isinstance(stmt, For) and isinstance(stmt.body[-1], For):
+            result.append(replace(stmt, body=_staged(stmt.body, plan, persistent)))
+        elif isinstance(stmt, For):
+            numbered = any("step" in inner.assigns() for inner in stmt.body)
+            step = Var("step") if numbered else binary("-", Var(stmt.axis), stmt.start)
+            places = dict.fromkeys(_filled(stmt.body), _steps(stmt) + step if persistent else step)
             places |= dict.fromkeys(once, DONE) if persistent else {}
-            result.append(replace(stmt, body=tuple(_at(inner, places, plan) for inner in stmt.body)))
+            result.append(replace(stmt, body=_at(stmt.body, places, plan)))
             if persistent:
                 steps = maximum(binary("-", stmt.stop, stmt.start), Const(0))
                 result.append(Assign(_steps(stmt).name, _steps(stmt) + steps))
         else:
-            result.append(_at(stmt, dict.fromkeys(once, DONE) if persistent else {}, plan))
+            result += _at((stmt,), dict.fromkeys(once, DONE) if persistent else {}, plan)
     return tuple(result)
 
 
 def _loaded(body: Body) -> list[str]:
-    return [name_of(stmt.dst) for stmt in body if isinstance(stmt, TmaLoad)]
+    return [name_of(stmt.dst) for stmt in body if isinstance(stmt, TmaLoad | LoadVector)]
 
 
-def _at(stmt: Stmt, places: dict[str, Expr], plan: Plan) -> Stmt:
-    """The statement with the stages of its tiles; % is kept where there is one stage, as its quotient counts rounds."""
-    tiles = {name: getattr(stmt, name) for name in vars(stmt) if isinstance(getattr(stmt, name), Tile)}
-    changes = {
-        name: Tile(tile.buffer, Binary("%", places[tile.buffer], Const(plan.stages.get(tile.buffer, 1))))
-        for name, tile in tiles.items()
-        if tile.buffer in places
-    }
-    return replace(stmt, **changes) if changes else stmt  # type: ignore[arg-type]
+def _filled(body: Body) -> list[str]:
+    return _loaded(body) + [name_of(stmt.dst) for stmt in body if isinstance(stmt, StoreFragment)]
+
+
+def _at(body: Body, places: dict[str, Expr], plan: Plan) -> Body:
+    """The statements with the stages of what they touch; % is kept where there is one stage, as its quotient counts
+    rounds."""
+
+    def stage(buffer: str) -> Expr:
+        return Binary("%", places[buffer], Const(plan.stages.get(buffer, 1)))
+
+    def loads(expr: Expr) -> Expr:
+        if isinstance(expr, Load) and expr.buffer in places and plan.stages.get(expr.buffer, 1) > 1:
+            return Load(expr.buffer, (stage(expr.buffer), *expr.index))
+        return rebuild(expr, loads)
+
+    def change(stmt: Stmt) -> Stmt:
+        changes: dict[str, object] = {}
+        for name in (item.name for item in fields(stmt)):
+            value = getattr(stmt, name)
+            if isinstance(value, Tile) and value.buffer in places:
+                changes[name] = Tile(value.buffer, stage(value.buffer))
+            elif isinstance(value, Expr):
+                changes[name] = loads(value)
+        return replace(stmt, **changes) if changes else stmt  # type: ignore[arg-type]
+
+    return rewrite(body, change)
 
 
 def goes_round(kernel: Kernel, tile: Tile) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from flashgen.ir.expr import variables
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import For, If, Kernel, Stmt, Tile
 from flashgen.ir.visit import Body, rewrite_kernel, statements
 from flashgen.lower.sm90.overlap import at_step
 from flashgen.lower.sm90.roles import behind_lets, for_each_tile, in_role, within
 from flashgen.lower.sm90.stages import DONE, goes_round, parity
-from flashgen.machine.base import StoreFragment, WhileLoop
+from flashgen.machine.base import Assign, StoreFragment, WhileLoop
 from flashgen.machine.sm90 import (
     ArriveEmpty,
     ConsumerBarrier,
@@ -75,7 +77,8 @@ def guard_reads(kernel: Kernel, plan: Plan) -> Kernel:
         seen: set[Tile] = set()
         for stmt in within(body, change, NESTED):
             if isinstance(stmt, Wgmma):
-                tiles = [place for place in stmt.reads() if isinstance(place, Tile) and place.buffer not in known]
+                places = [place for place in stmt.reads() if isinstance(place, Tile) and place.buffer in loaded]
+                tiles = [place for place in places if place.buffer not in known]
                 result += [WaitFull(tile, parity(tile)) for tile in tiles if tile not in seen]
                 seen |= set(tiles)
             result.append(stmt)
@@ -85,9 +88,14 @@ def guard_reads(kernel: Kernel, plan: Plan) -> Kernel:
         """What is loaded once for a tile of queries is waited for even where no step reads it."""
         return behind_lets(change(body), tuple(WaitFull(tile, parity(tile)) for tile in once.values()))
 
-    once = _loaded_once(kernel)
+    once, loaded = _loaded_once(kernel), _loaded(kernel)
     known = {stmt.tile.buffer for stmt in statements(kernel.body) if isinstance(stmt, WaitFull)} | set(once)
     return in_role(kernel, "consumer", lambda body: for_each_tile(body, for_a_tile))
+
+
+def _loaded(kernel: Kernel) -> set[str]:
+    """Tiles that TMA fills."""
+    return {stmt.dst.buffer for stmt in statements(kernel.body) if isinstance(stmt, TmaLoad)}
 
 
 def _loaded_once(kernel: Kernel) -> dict[str, Tile]:
@@ -104,11 +112,12 @@ def wait_products(kernel: Kernel, plan: Plan) -> Kernel:
 
     Invariant: no statement touches what a product in flight reads from registers or writes.
     """
-    once = _loaded_once(kernel)
-    return in_role(kernel, "consumer", lambda body: _waited(kernel, body, set(once)))
+    returned = {name for name in _loaded(kernel) if name not in _loaded_once(kernel)}
+    return in_role(kernel, "consumer", lambda body: _waited(kernel, body, returned))
 
 
-def _waited(kernel: Kernel, body: Body, once: set[str]) -> Body:
+def _waited(kernel: Kernel, body: Body, returned: set[str]) -> Body:
+    """The body with its waits; `returned` are the tiles whose stages the loads take again."""
     result: list[Stmt] = []
     flying: list[Wgmma] = []
 
@@ -118,21 +127,25 @@ def _waited(kernel: Kernel, body: Body, once: set[str]) -> Body:
         done = flying[:count]
         del flying[:count]
         result.append(WaitWgmma(len(flying), tuple(dict.fromkeys(stmt.acc for stmt in done))))
-        tiles = [place for stmt in done for place in stmt.reads() if isinstance(place, Tile)]
-        held.extend(tile for tile in tiles if goes_round(kernel, tile) and tile.buffer not in once)
+        tiles = [tile for stmt in done for tile in _tiles(stmt)]
+        held.update(dict.fromkeys(tile for tile in tiles if tile.buffer in returned and goes_round(kernel, tile)))
 
     def release(rest: Body) -> None:
-        """What no later statement of the body reads."""
+        """What no later statement of the body reads, and no product in flight; nor the vectors that came with it."""
         for tile in list(held):
-            if not any(_reads(stmt, tile) for stmt in rest):
-                held.remove(tile)
+            if not any(_reads(stmt, tile, beside.get(tile.buffer, ())) for stmt in (*rest, *flying)):
+                del held[tile]
                 result.append(ArriveEmpty(tile))
 
-    held: list[Tile] = []
+    held: dict[Tile, None] = {}
+    beside = {stmt.dst.buffer: stmt.beside for stmt in statements(kernel.body) if isinstance(stmt, TmaLoad)}
     for at, stmt in enumerate(body):
         if isinstance(stmt, NESTED):
             finish(len(flying) if isinstance(stmt, For | WhileLoop) else _conflicts(stmt, flying))
-            stmt = replace(stmt, body=_waited(kernel, stmt.body, once))  # type: ignore[attr-defined, call-arg]
+            stmt = replace(stmt, body=_waited(kernel, stmt.body, returned))  # type: ignore[attr-defined, call-arg]
+        elif isinstance(stmt, Assign) and stmt.name in _counted(held, flying):
+            finish(len(flying))  # a stage has its name only until the counter goes on
+            release(())
         elif isinstance(stmt, Wgmma):
             finish(0 if stmt.accumulate else _conflicts(stmt, flying))
             flying.append(stmt)
@@ -145,8 +158,14 @@ def _waited(kernel: Kernel, body: Body, once: set[str]) -> Body:
     return tuple(result)
 
 
-def _reads(stmt: Stmt, tile: Tile) -> bool:
-    return any(tile in inner.reads() for inner in statements((stmt,)))
+def _counted(held: Iterable[Tile], flying: list[Wgmma]) -> set[str]:
+    """The integers in the stages of tiles that are still to be released."""
+    tiles = [*held, *(tile for product in flying for tile in _tiles(product))]
+    return {name for tile in tiles for name in variables(tile.stage)}
+
+
+def _reads(stmt: Stmt, tile: Tile, beside: tuple[str, ...]) -> bool:
+    return any(tile in inner.reads() or set(beside) & set(inner.reads()) for inner in statements((stmt,)))
 
 
 def _conflicts(stmt: Stmt, flying: list[Wgmma]) -> int:
@@ -185,16 +204,18 @@ def guard_output(kernel: Kernel, plan: Plan) -> Kernel:
     warpgroup has fenced what it wrote.
     """
     covers = bool(plan.covered_by_output)
+    leaving = {stmt.src.buffer for stmt in statements(kernel.body) if isinstance(stmt, TmaStore)}
 
     def change(body: Body) -> Body:
         result: list[Stmt] = []
         for stmt in body:
-            if isinstance(stmt, StoreFragment) and covers:
-                result.append(ConsumerBarrier(note="every warp is done with the tiles that O lies over"))
-            elif isinstance(stmt, StoreFragment) and plan.persistent:
+            leaves = isinstance(stmt, StoreFragment) and stmt.dst.buffer in leaving
+            if leaves and covers:
+                result.append(ConsumerBarrier(note="every warp is done with the tiles that this one lies over"))
+            elif leaves and plan.persistent:
                 result += [WaitStored(note="the O of the last tile has left"), WarpgroupBarrier()]
             result.append(stmt)
-            if isinstance(stmt, StoreFragment):
+            if leaves:
                 result += [FenceStores(), WarpgroupBarrier()]
             if isinstance(stmt, TmaStore) and covers and plan.persistent:
                 result += [WaitStored(), ArriveEmpty(OUTPUT)]
@@ -202,6 +223,29 @@ def guard_output(kernel: Kernel, plan: Plan) -> Kernel:
 
     last = () if covers and plan.persistent else (WaitStored(note="shared memory outlives the copies from it"),)
     return in_role(kernel, "consumer", lambda body: (*for_each_tile(body, change), *last))
+
+
+def guard_exchange(kernel: Kernel, plan: Plan) -> Kernel:
+    """A barrier behind the store of a tile that the products of all warpgroups read.
+
+    Two stages are enough for one barrier a step: who stores into a stage again has met, since, with those who have
+    waited for the products that read it.
+    Invariant: such a tile is read behind a barrier, and every warp has fenced what it wrote.
+    """
+    read = {place.buffer for stmt in statements(kernel.body) if isinstance(stmt, Wgmma) for place in _tiles(stmt)}
+
+    def change(stmt: Stmt) -> Stmt | Body:
+        if not (isinstance(stmt, StoreFragment) and stmt.dst.buffer in read):
+            return stmt
+        if kernel.buffer(stmt.dst.buffer).stages < 2:
+            raise ValueError(f"{stmt.dst.buffer} goes from warp to warp: it needs two stages")
+        return stmt, FenceStores(), ConsumerBarrier(note=f"{stmt.dst.buffer} is whole")
+
+    return rewrite_kernel(kernel, change)
+
+
+def _tiles(stmt: Stmt) -> list[Tile]:
+    return [place for place in stmt.reads() if isinstance(place, Tile)]
 
 
 def keep_in_cache(kernel: Kernel, plan: Plan) -> Kernel:

@@ -38,8 +38,8 @@ struct Args {
   Tensor<element> dout;  // batches, heads, seqlen_q, head_dim_v
   Vector<float> lse;  // batches, heads, seqlen_q
   Vector<float> dlse;  // batches, heads, seqlen_q
-  Vector<float> lse_log2;  // batches, heads, seqlen_q
-  Vector<float> delta;  // batches, heads, seqlen_q
+  Vector<float> lse_log2;  // batches, heads, seqlen_q_padded
+  Vector<float> delta;  // batches, heads, seqlen_q_padded
   Tensor<float> dq_workspace;  // batches, heads, seqlen_q_padded, head_dim
   int seqlen_q;
   int seqlen_k;
@@ -92,6 +92,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_delt
   for (int i = 0; i < Product::ROWS; ++i) {
     lse_log2_row[i] = lse_row[i] == -INF ? INF : lse_row[i] * 1.4426950408889634f;
   }
-  store_rows<Product>(args.delta.at(batch, head, q_start), delta_row, args.seqlen_q - q_start);
-  store_rows<Product>(args.lse_log2.at(batch, head, q_start), lse_log2_row, args.seqlen_q - q_start);
+  store_rows<Product>(args.delta.at(batch, head, q_start), delta_row, BLOCK_Q);
+  store_rows<Product>(args.lse_log2.at(batch, head, q_start), lse_log2_row, BLOCK_Q);
 }

@@ -72,8 +72,8 @@ struct Args {
   Tensor<element> k;  // batches, heads, seqlen_k, head_dim
   Tensor<element> v;  // batches, heads, seqlen_k, head_dim_v
   Tensor<element> dout;  // batches, heads, seqlen_q, head_dim_v
-  Vector<float> lse_log2;  // batches, heads, seqlen_q
-  Vector<float> delta;  // batches, heads, seqlen_q
+  Vector<float> lse_log2;  // batches, heads, seqlen_q_padded
+  Vector<float> delta;  // batches, heads, seqlen_q_padded
   Tensor<element> dk;  // batches, heads, seqlen_k, head_dim
   Tensor<element> dv;  // batches, heads, seqlen_k, head_dim_v
   Tensor<float> dq_workspace;  // batches, heads, seqlen_q_padded, head_dim
@@ -126,12 +126,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const int q_blocks = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q - first_q_block;
   if (0 < args.group * q_blocks) {
     copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile, args.q.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), args.q.row_stride, args.seqlen_q - first_q_block * BLOCK_Q);
-    copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), args.seqlen_q - first_q_block * BLOCK_Q);
+    copy_vector_async<BLOCK_Q, THREADS>(lse_tile, args.lse_log2.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), BLOCK_Q);
   }
   commit_group();
   if (0 < args.group * q_blocks) {
     copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile, args.dout.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), args.dout.row_stride, args.seqlen_q - first_q_block * BLOCK_Q);
-    copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), args.seqlen_q - first_q_block * BLOCK_Q);
+    copy_vector_async<BLOCK_Q, THREADS>(delta_tile, args.delta.at(batch, head_kv * args.group, first_q_block * BLOCK_Q), BLOCK_Q);
   }
   commit_group();
   // head_in_group x q_block
@@ -145,12 +145,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     __syncthreads();
     if (step + 1 < args.group * q_blocks) {
       copy_tile_async<QTile, TRUE_HEAD_DIM, THREADS>(q_tile + (step + 1) % 2 * QTile::BYTES, args.q.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.q.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
-      copy_vector_async<BLOCK_Q, THREADS>(lse_tile + (step + 1) % 2 * BLOCK_Q, args.lse_log2.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
+      copy_vector_async<BLOCK_Q, THREADS>(lse_tile + (step + 1) % 2 * BLOCK_Q, args.lse_log2.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), BLOCK_Q);
     }
     commit_group();
     if (step + 1 < args.group * q_blocks) {
       copy_tile_async<DoutTile, TRUE_HEAD_DIM_V, THREADS>(dout_tile + (step + 1) % 2 * DoutTile::BYTES, args.dout.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.dout.row_stride, args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
-      copy_vector_async<BLOCK_Q, THREADS>(delta_tile + (step + 1) % 2 * BLOCK_Q, args.delta.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), args.seqlen_q - (first_q_block + (step + 1) % q_blocks) * BLOCK_Q);
+      copy_vector_async<BLOCK_Q, THREADS>(delta_tile + (step + 1) % 2 * BLOCK_Q, args.delta.at(batch, head_kv * args.group + (step + 1) / q_blocks, (first_q_block + (step + 1) % q_blocks) * BLOCK_Q), BLOCK_Q);
     }
     commit_group();
     // keys are rows: s is the transpose of Q K^T

@@ -55,10 +55,10 @@ using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
 using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 8, 1>;
 
 // acc (+)= a b, 64 x 80 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x80x16_shared(float (&acc)[2][20], uint32 a, uint32 b, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %42, 0;\n"
-    "mov.b64 a_desc, {%40, 1073741888};\n"
-    "mov.b64 b_desc, {%41, 1073741888};\n"
+__device__ __forceinline__ void wgmma_64x80x16_shared(float (&acc)[2][20], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %44, 0;\n"
+    "add.u32 low, %40, %41; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %42, %43; mov.b64 b_desc, {low, 1073741888};\n"
     "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -70,12 +70,12 @@ __device__ __forceinline__ void wgmma_64x80x16_shared(float (&acc)[2][20], uint3
   "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11]),
   "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15]),
   "+f"(acc[0][16]), "+f"(acc[0][17]), "+f"(acc[1][16]), "+f"(acc[1][17]), "+f"(acc[0][18]), "+f"(acc[0][19]), "+f"(acc[1][18]), "+f"(acc[1][19])
-  : "r"(a), "r"(b), "r"(accumulate));
+  : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
 }
 // acc (+)= a b, 64 x 256 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x256x16_registers(float (&acc)[2][64], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b64 b_desc; setp.ne.b32 p, %133, 0;\n"
-    "mov.b64 b_desc, {%132, 1073741888};\n"
+__device__ __forceinline__ void wgmma_64x256x16_registers(float (&acc)[2][64], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 b_desc; setp.ne.b32 p, %134, 0;\n"
+    "add.u32 low, %132, %133; mov.b64 b_desc, {low, 1073741888};\n"
     "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -103,7 +103,7 @@ __device__ __forceinline__ void wgmma_64x256x16_registers(float (&acc)[2][64], u
   "+f"(acc[0][52]), "+f"(acc[0][53]), "+f"(acc[1][52]), "+f"(acc[1][53]), "+f"(acc[0][54]), "+f"(acc[0][55]), "+f"(acc[1][54]), "+f"(acc[1][55]),
   "+f"(acc[0][56]), "+f"(acc[0][57]), "+f"(acc[1][56]), "+f"(acc[1][57]), "+f"(acc[0][58]), "+f"(acc[0][59]), "+f"(acc[1][58]), "+f"(acc[1][59]),
   "+f"(acc[0][60]), "+f"(acc[0][61]), "+f"(acc[1][60]), "+f"(acc[1][61]), "+f"(acc[0][62]), "+f"(acc[0][63]), "+f"(acc[1][62]), "+f"(acc[1][63])
-  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(accumulate));
+  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(b_step), "r"(accumulate));
 }
 
 struct Args {
@@ -229,11 +229,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       // no more
       publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {-1, -1, -1, -1});
     }
+    return;
   }
 
   if (threadIdx.x < THREADS) {
     take_registers<232>();
-    const uint32 q_tile_operand = uniform(QTile::k_major(q_tile) + warpgroup * QTile::WARPGROUP_STEP);
+    const uint32 q_tile_operand = uniform(QTile::start(q_tile) + warpgroup * QTile::WARPGROUP_STEP);
     first_turn<THREADS / 128>(warpgroup);
     int tiles_done = 0;
     int kv_blocks_done = 0;
@@ -254,12 +255,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       fill(offset, 0.0f);
       // the first step has no product to overlap with
       if (0 < last_kv_block) {
-        const uint32 k_tile_operand = uniform(KTile::k_major(k_tile + kv_blocks_done % 2 * KTile::BYTES));
+        const uint32 k_tile_operand = uniform(KTile::start(k_tile + kv_blocks_done % 2 * KTile::BYTES));
         wait_barrier(k_tile_full + kv_blocks_done % 2, kv_blocks_done / 2 % 2);
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x80x16_shared(s, q_tile_operand + QTile::k_major_step(k), k_tile_operand + KTile::k_major_step(k), k > 0);
+          wgmma_64x80x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
         }
         commit_products();
         wait_products<0>();
@@ -321,21 +322,21 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       }
       for (int kv_block = 1; kv_block < last_kv_block; ++kv_block) {
         const int kv_start = kv_block * BLOCK_KV;
-        const uint32 k_tile_operand = uniform(KTile::k_major(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES));
-        const uint32 v_tile_operand = uniform(VTile::mn_major(v_tile + (kv_blocks_done + (kv_block - 1)) % 2 * VTile::BYTES));
+        const uint32 k_tile_operand = uniform(KTile::start(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES));
+        const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (kv_block - 1)) % 2 * VTile::BYTES));
         // one warpgroup multiplies at a time, under the softmax of the others
         wait_turn(warpgroup);
         wait_barrier(k_tile_full + (kv_blocks_done + kv_block) % 2, (kv_blocks_done + kv_block) / 2 % 2);
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x80x16_shared(s, q_tile_operand + QTile::k_major_step(k), k_tile_operand + KTile::k_major_step(k), k > 0);
+          wgmma_64x80x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
         }
         commit_products();
         begin_products();
         #pragma unroll
         for (int k = 0; k < BLOCK_KV / 16; ++k) {
-          wgmma_64x256x16_registers(o_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], v_tile_operand + VTile::mn_major_step(k), 1);
+          wgmma_64x256x16_registers(o_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], v_tile_operand, VTile::mn_major(k), 1);
         }
         commit_products();
         pass_turn<THREADS / 128>(warpgroup);
@@ -443,11 +444,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       arrive_warp(q_tile_empty);
       // the product of the last step
       if (0 < last_kv_block) {
-        const uint32 v_tile_operand = uniform(VTile::mn_major(v_tile + (kv_blocks_done + (last_kv_block - 1)) % 2 * VTile::BYTES));
+        const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (last_kv_block - 1)) % 2 * VTile::BYTES));
         begin_products();
         #pragma unroll
         for (int k = 0; k < BLOCK_KV / 16; ++k) {
-          wgmma_64x256x16_registers(o_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], v_tile_operand + VTile::mn_major_step(k), 1);
+          wgmma_64x256x16_registers(o_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], v_tile_operand, VTile::mn_major(k), 1);
         }
         commit_products();
         wait_products<0>();
@@ -478,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
           o_out[i][j] = pack<element>(o_acc[i][2 * j] * inverse[i], o_acc[i][2 * j + 1] * inverse[i]);
         }
       }
-      // every warp is done with the tiles that O lies over
+      // every warp is done with the tiles that this one lies over
       consumer_barrier<THREADS>();
       store_panels<OAcc, OTile>(o_tile, o_out);
       fence_stores();

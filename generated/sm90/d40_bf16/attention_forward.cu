@@ -54,10 +54,10 @@ using S = Fragment<BLOCK_Q, BLOCK_KV, 12, 1>;
 using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 12, 1>;
 
 // acc (+)= a b, 64 x 128 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x128x16_shared(float (&acc)[2][32], uint32 a, uint32 b, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %66, 0;\n"
-    "mov.b64 a_desc, {%64, 1073741888};\n"
-    "mov.b64 b_desc, {%65, 1073741888};\n"
+__device__ __forceinline__ void wgmma_64x128x16_shared(float (&acc)[2][32], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %68, 0;\n"
+    "add.u32 low, %64, %65; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %66, %67; mov.b64 b_desc, {low, 1073741888};\n"
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -73,12 +73,12 @@ __device__ __forceinline__ void wgmma_64x128x16_shared(float (&acc)[2][32], uint
   "+f"(acc[0][20]), "+f"(acc[0][21]), "+f"(acc[1][20]), "+f"(acc[1][21]), "+f"(acc[0][22]), "+f"(acc[0][23]), "+f"(acc[1][22]), "+f"(acc[1][23]),
   "+f"(acc[0][24]), "+f"(acc[0][25]), "+f"(acc[1][24]), "+f"(acc[1][25]), "+f"(acc[0][26]), "+f"(acc[0][27]), "+f"(acc[1][26]), "+f"(acc[1][27]),
   "+f"(acc[0][28]), "+f"(acc[0][29]), "+f"(acc[1][28]), "+f"(acc[1][29]), "+f"(acc[0][30]), "+f"(acc[0][31]), "+f"(acc[1][30]), "+f"(acc[1][31])
-  : "r"(a), "r"(b), "r"(accumulate));
+  : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
 }
 // acc (+)= a b, 64 x 48 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x48x16_registers(float (&acc)[2][12], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b64 b_desc; setp.ne.b32 p, %29, 0;\n"
-    "mov.b64 b_desc, {%28, 1073741888};\n"
+__device__ __forceinline__ void wgmma_64x48x16_registers(float (&acc)[2][12], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 b_desc; setp.ne.b32 p, %30, 0;\n"
+    "add.u32 low, %28, %29; mov.b64 b_desc, {low, 1073741888};\n"
     "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -87,7 +87,7 @@ __device__ __forceinline__ void wgmma_64x48x16_registers(float (&acc)[2][12], ui
   "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
   "+f"(acc[0][4]), "+f"(acc[0][5]), "+f"(acc[1][4]), "+f"(acc[1][5]), "+f"(acc[0][6]), "+f"(acc[0][7]), "+f"(acc[1][6]), "+f"(acc[1][7]),
   "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11])
-  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(accumulate));
+  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(b_step), "r"(accumulate));
 }
 
 struct Args {
@@ -194,11 +194,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       // no more
       publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {-1, -1, -1});
     }
+    return;
   }
 
   if (threadIdx.x < THREADS) {
     take_registers<160>();
-    const uint32 q_tile_operand = uniform(QTile::k_major(q_tile) + warpgroup * QTile::WARPGROUP_STEP);
+    const uint32 q_tile_operand = uniform(QTile::start(q_tile) + warpgroup * QTile::WARPGROUP_STEP);
     first_turn<THREADS / 128>(warpgroup);
     int tiles_done = 0;
     int kv_blocks_done = 0;
@@ -217,12 +218,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       fill(offset, 0.0f);
       // the first step has no product to overlap with
       if (0 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
-        const uint32 k_tile_operand = uniform(KTile::k_major(k_tile + kv_blocks_done % 2 * KTile::BYTES));
+        const uint32 k_tile_operand = uniform(KTile::start(k_tile + kv_blocks_done % 2 * KTile::BYTES));
         wait_barrier(k_tile_full + kv_blocks_done % 2, kv_blocks_done / 2 % 2);
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x128x16_shared(s, q_tile_operand + QTile::k_major_step(k), k_tile_operand + KTile::k_major_step(k), k > 0);
+          wgmma_64x128x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
         }
         commit_products();
         wait_products<0>();
@@ -284,21 +285,21 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       }
       for (int kv_block = 1; kv_block < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV; ++kv_block) {
         const int kv_start = kv_block * BLOCK_KV;
-        const uint32 k_tile_operand = uniform(KTile::k_major(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES));
-        const uint32 v_tile_operand = uniform(VTile::mn_major(v_tile + (kv_blocks_done + (kv_block - 1)) % 2 * VTile::BYTES));
+        const uint32 k_tile_operand = uniform(KTile::start(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES));
+        const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (kv_block - 1)) % 2 * VTile::BYTES));
         // one warpgroup multiplies at a time, under the softmax of the others
         wait_turn(warpgroup);
         wait_barrier(k_tile_full + (kv_blocks_done + kv_block) % 2, (kv_blocks_done + kv_block) / 2 % 2);
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x128x16_shared(s, q_tile_operand + QTile::k_major_step(k), k_tile_operand + KTile::k_major_step(k), k > 0);
+          wgmma_64x128x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
         }
         commit_products();
         begin_products();
         #pragma unroll
         for (int k = 0; k < BLOCK_KV / 16; ++k) {
-          wgmma_64x48x16_registers(o_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], v_tile_operand + VTile::mn_major_step(k), 1);
+          wgmma_64x48x16_registers(o_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], v_tile_operand, VTile::mn_major(k), 1);
         }
         commit_products();
         pass_turn<THREADS / 128>(warpgroup);
@@ -406,11 +407,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       arrive_warp(q_tile_empty);
       // the product of the last step
       if (0 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
-        const uint32 v_tile_operand = uniform(VTile::mn_major(v_tile + (kv_blocks_done + ((args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV - 1)) % 2 * VTile::BYTES));
+        const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + ((args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV - 1)) % 2 * VTile::BYTES));
         begin_products();
         #pragma unroll
         for (int k = 0; k < BLOCK_KV / 16; ++k) {
-          wgmma_64x48x16_registers(o_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], v_tile_operand + VTile::mn_major_step(k), 1);
+          wgmma_64x48x16_registers(o_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], v_tile_operand, VTile::mn_major(k), 1);
         }
         commit_products();
         wait_products<0>();
