@@ -80,8 +80,10 @@ class Program:
 
     def _check_tiles(self, sizes: Mapping[str, int | float]) -> None:
         """Tiles of a persistent grid are numbered by 32-bit integers. Raises ValueError where there are too many."""
+        if not self.stages.plan.persistent:
+            return
         tiles = math.prod(int(evaluate(axis.extent, sizes)) for axis in self.stages.tile.axes)
-        if self.stages.plan.persistent and tiles >= MAX_TILES:
+        if tiles >= MAX_TILES:
             raise ValueError(f"{tiles} tiles of queries exceed the {MAX_TILES} of one launch; split the batch")
 
     def _map(self, item: Buffer, strides: Strides, scalars: Mapping[str, int | float]) -> TensorMap:
