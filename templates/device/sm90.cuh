@@ -38,8 +38,6 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
 // The same in all lanes of a warp, and known to be by the compiler.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-__device__ __forceinline__ bool any_lane(bool condition) { return __any_sync(0xffffffffu, condition); }
-
 template <int COUNT>
 __device__ __forceinline__ void init_barriers(uint64* barriers, int arrivals) {
 #pragma unroll
@@ -67,11 +65,12 @@ __device__ __forceinline__ int no_bits(const float (&rows)[ROWS], int zero) {
   return bits;
 }
 
+__device__ __forceinline__ void arrive(uint64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 // One arrival a warp: 128 of them were measurably slower.
 __device__ __forceinline__ void arrive_warp(uint64* barrier) {
-  if (threadIdx.x % 32 == 0) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-  }
+  if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
 // How long what is loaded should stay in the L2 (PTX ISA, "createpolicy").
@@ -144,7 +143,7 @@ template <int COUNT>
 __device__ __forceinline__ void publish_tile(int* next, uint64* full, const int (&values)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) next[i] = values[i];
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(full)) : "memory");
+  arrive(full);
 }
 __device__ __forceinline__ int take_tile(const int* next, int index) {
   int value;  // volatile: what is taken late is not to be kept in registers until then
