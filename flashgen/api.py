@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashgen import debug
-from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch
+from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch, portable_record
 from flashgen.runtime import launch
 from flashgen.runtime.arguments import (
     VECTORS,
@@ -297,7 +297,7 @@ class Kernel:
         arch = self._arch_for(device)
         if arch.portable and any(step <= 0 for name in "qkv" for step in strides[name]):
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
-            arch = parse_arch(arch.portable)
+            arch = portable_record(arch)
         made = self.programs(stage, replace(self.spec, aligned=aligned), arch)
         call.launches = self._launches(stage, made, call, strides)
         return call

@@ -14,7 +14,7 @@ from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.printer import kernel_text
 from flashgen.plan import planner
-from flashgen.plan.arch import TOY, Arch, check_real, parse_arch
+from flashgen.plan.arch import TOY, Arch, check_real, portable_record
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
 
@@ -51,7 +51,7 @@ class Stages:
 def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
     """The record to plan a kernel for: the portable one where the chip's family lacks it, or cannot copy the rows."""
     own = arch.family == "sm80" or (kernel in SM90_KERNELS and spec.aligned)
-    return arch if own else parse_arch(arch.portable)
+    return arch if own else portable_record(arch)
 
 
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:

@@ -132,6 +132,12 @@ def for_capability(major: int, minor: int) -> Arch:
     return max(found, key=lambda arch: (arch.capability, bool(arch.portable)))
 
 
+def portable_record(arch: Arch) -> Arch:
+    """The record whose kernels run where this one's family has none: the same chip, so with as much shared memory."""
+    block, whole = arch.shared_per_block, arch.shared_per_multiprocessor
+    return replace(parse_arch(arch.portable), shared_per_block=block, shared_per_multiprocessor=whole)
+
+
 def with_shared_memory(arch: Arch, shared: int) -> Arch:
     """The same chip with another amount of shared memory a block, in bytes: for `explain --sram`."""
     if shared <= 0:

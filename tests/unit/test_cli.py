@@ -86,6 +86,17 @@ def test_explain_with_less_memory():
     assert "exceed the 64 KiB of a block" in text
 
 
+@pytest.mark.parametrize("more", [(), ("--deterministic",)], ids=str)
+def test_less_memory_holds_for_every_kernel_of_a_chip_with_two_families(more):
+    """Those that sm_90a takes from sm_90 too."""
+    text = output("explain", "--arch", "sm_90a", "--sram", "96KiB", *more)
+    of = dict(re.findall(r"^plan attention_(\w+) for (\w+)", text, re.M))
+    assert set(of.values()) == {"sm_90a", "sm_90"} and len(of) == 4
+    used, limits = zip(*re.findall(r"shared memory (\d+) of (\d+) bytes", text), strict=True)
+    assert set(limits) == {str(96 * 1024)} and max(map(int, used)) <= 96 * 1024
+    assert "exceed the 227 KiB" not in text
+
+
 def test_a_tile_that_no_plan_fits_is_one_sentence():
     said = sentence("explain", "--head-dim", 256, "--kernel", "forward", "--sram", "4K")
     assert "\n" not in said and "KiB" in said and "attention_forward" in said
