@@ -97,6 +97,18 @@ def test_less_memory_holds_for_every_kernel_of_a_chip_with_two_families(more):
     assert "exceed the 227 KiB" not in text
 
 
+def test_a_kernel_that_does_not_fit_hides_no_other():
+    """Neither the forward the backward nor the other way round, and the sentence names all that do not fit."""
+    wide = call("explain", "--head-dim", 128, "--arch", "sm_90a", "--sram", "64KiB")
+    assert "plan attention_backward for sm_90 " in wide.stdout.replace("\n", " ") and wide.exit_code == 1
+    assert wide.stderr.startswith("Error: no tile of attention_forward fits sm_90a")
+    deep = call("explain", "--head-dim", 128, "--sram", "32KiB")
+    assert "plan attention_forward for sm_80" in deep.stdout and "no tile of attention_backward" in deep.stderr
+    none = call("explain", "--head-dim", 128, "--sram", "1KiB").stderr
+    assert all(f"no tile of attention_{name} fits sm_80" in none for name in ("forward", "backward"))
+    assert len(none.splitlines()) == 1
+
+
 def test_a_tile_that_no_plan_fits_is_one_sentence():
     said = sentence("explain", "--head-dim", 256, "--kernel", "forward", "--sram", "4K")
     assert "\n" not in said and "KiB" in said and "attention_forward" in said
