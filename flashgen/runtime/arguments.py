@@ -11,6 +11,8 @@ from flashgen.runtime.launch import MAX_BLOCKS
 from flashgen.spec import Spec
 
 LOG2_E = math.log2(math.e)
+# Where scale * log2(e) is a float32 too, and neither is subnormal: a scale of 0 makes NaN of a masked score.
+SCALES = (2.0**-126, 2.0**127)
 VECTORS = ("lse", "dlse")  # float32 (batch, heads, seqlen_q)
 RESULTS = ("o", "dout", *VECTORS)  # what the backward is given besides the forward's inputs
 
@@ -107,8 +109,11 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a Python number, not {type(scale).__name__}; call .item() on a tensor")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale = {scale} must be positive and finite; negate q for a negative one")
+    if not (scale > 0 and scale != math.inf):
+        raise ValueError(f"scale = {scale!r:.20} must be positive and finite; negate q for a negative one")
+    if not SCALES[0] <= scale <= SCALES[1]:
+        least, most = (f"{limit:.2g}" for limit in SCALES)
+        raise ValueError(f"scale = {scale!r:.20} is no float32 that kernels take, {least} to {most}; multiply q instead")
     return float(scale)
 
 

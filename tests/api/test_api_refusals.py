@@ -200,6 +200,20 @@ def test_scale(kernel, scale):
     both_ways(kernel, *good(), scale=scale, mentions="scale")
 
 
+@pytest.mark.parametrize("scale", [10**400, -(10**400), 1e300, 2.0**127.5, 1e-50, 5e-324, 2.0**-127], ids=lambda x: repr(x)[:8])
+def test_a_scale_that_no_float32_holds(kernel, scale):
+    """The kernels take it as float32: as 0 or as infinity it would make NaN of what the mask hides."""
+    both_ways(kernel, *good(), scale=scale, mentions=["scale = "])
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 1e-30, np.float64(1e-30)])
+def test_a_scale_of_almost_zero_is_the_mean(kernel, scale):
+    q, k, v = good()
+    seen = [v[:, : 3 + i].mean(1, dtype=np.float32) for i in range(5)]
+    expected = np.stack(seen, 1).repeat(2, axis=2)
+    assert np.abs(kernel(q, k, v, scale=scale) - expected).max() < 2e-3
+
+
 @pytest.mark.parametrize("scale", ["0.1", [0.1]])
 def test_scale_is_a_number(kernel, scale):
     both_ways(kernel, *good(), scale=scale, mentions="scale")
