@@ -13,6 +13,7 @@ from flashgen.spec import Spec
 LOG2_E = math.log2(math.e)
 # Where scale * log2(e) is a float32 too, and neither is subnormal: a scale of 0 makes NaN of a masked score.
 SCALES = (2.0**-126, 2.0**127)
+MAX_SIZE = 2**31 - 2**16  # of a batch and of sequences: rows up to the end of the last block have 32-bit numbers
 VECTORS = ("lse", "dlse")  # float32 (batch, heads, seqlen_q)
 RESULTS = ("o", "dout", *VECTORS)  # what the backward is given besides the forward's inputs
 
@@ -72,6 +73,9 @@ def check(spec: Spec, layout: str, library: Library, q: Any, k: Any, v: Any) -> 
         raise ValueError(f"heads of q = {heads} must be a positive multiple of heads of k and v = {heads_kv}")
     if heads > MAX_BLOCKS:
         raise ValueError(f"heads = {heads} exceed the {MAX_BLOCKS} of a grid; fold some of them into the batch")
+    for what, size in (("batch", q.shape[0]), ("seqlen_q", q.shape[seq]), ("seqlen_k", k.shape[seq])):
+        if size > MAX_SIZE:
+            raise ValueError(f"{what} = {size} exceeds the {MAX_SIZE} that 32-bit integers count; split the call")
     strides = tuple(row_strides(library.strides(array), layout) for array in (q, k, v))
     for name, (_, _, row) in zip("qkv", strides, strict=True):
         if not in_reach(row):

@@ -140,6 +140,20 @@ def test_heads_that_do_not_divide(kernel, heads_q, heads_kv):
     both_ways(kernel, *given, mentions=["heads", str(heads_q), str(heads_kv)])
 
 
+@pytest.mark.parametrize("size", [2**31 - 2**16 + 1, 2**31, 2**32 + 5, 2**40])
+@pytest.mark.parametrize(("what", "axis", "which"), [("batch", 0, "qkv"), ("seqlen_q", 1, "q"), ("seqlen_k", 1, "kv")])
+def test_more_than_32_bits_count(kernel, what, axis, which, size):
+    """Views without memory of their own reach any size; the kernels number rows and batches by 32-bit integers."""
+    shape = [1, 1, 1, 16]
+    one = np.zeros(16, np.float16)
+    long = [size if at == axis else 1 for at in range(3)]
+    given = [
+        np.lib.stride_tricks.as_strided(one, [*(long if name in which else shape[:3]), 16], (0, 0, 0, 2))
+        for name in "qkv"
+    ]
+    both_ways(kernel, *given, mentions=[f"{what} = {size}", "split"])
+
+
 def test_zero_heads(kernel):
     both_ways(kernel, *arrays((2, 5, 4, 16), (2, 7, 0, 16), (2, 7, 0, 16)), mentions="heads")
 
