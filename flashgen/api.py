@@ -23,6 +23,7 @@ from flashgen.runtime.arguments import (
     gapless,
     row_strides,
     unreadable,
+    without_memory,
 )
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.spec import Spec, parse_dtype
@@ -266,8 +267,11 @@ class Kernel:
         for name, array in arrays.items():
             if library_of(array, name) is not library:
                 raise TypeError(f"{name} is not of {library.name} as q is; convert all arrays to one library")
-            aligned = library.pointer(array) % 16 == 0
-            key.append((array.shape, library.strides(array), array.dtype, library.place(array), aligned))
+            try:
+                aligned = library.pointer(array) % 16 == 0
+                key.append((array.shape, library.strides(array), array.dtype, library.place(array), aligned))
+            except RuntimeError:  # of a sparse tensor, a nested one, or one that stands for a batch of them
+                raise without_memory(name) from None
         known = tuple(key)
         call = self._bound.get(known)
         if call is None:

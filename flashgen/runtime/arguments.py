@@ -86,11 +86,22 @@ def check(spec: Spec, layout: str, library: Library, q: Any, k: Any, v: Any) -> 
 
 def check_dimensions(name: str, array: Any) -> None:
     """ValueError unless the array has the four dimensions of a layout."""
-    if len(array.shape) != 4:
+    try:
+        count = len(array.shape)
+    except RuntimeError:  # of a nested tensor
+        raise without_memory(name) from None
+    if count != 4:
         raise ValueError(
-            f"{name} has {len(array.shape)} dimensions and needs 4, (batch, seqlen, heads, head_dim) or in layout "
+            f"{name} has {count} dimensions and needs 4, (batch, seqlen, heads, head_dim) or in layout "
             "'bhsd' (batch, heads, seqlen, head_dim); reshape it, with 1 for those that it lacks"
         )
+
+
+def without_memory(name: str) -> ValueError:
+    """The refusal of a tensor that has no shape, strides or address."""
+    return ValueError(
+        f"{name} has no rows in memory that a kernel can read; give a dense tensor, outside of torch.func's transforms"
+    )
 
 
 def check_results(spec: Spec, library: Library, o_shape: tuple, lse_shape: tuple, arrays: dict[str, Any]) -> None:
@@ -117,7 +128,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         raise ValueError(f"scale = {scale!r:.20} must be positive and finite; negate q for a negative one")
     if not SCALES[0] <= scale <= SCALES[1]:
         least, most = (f"{limit:.2g}" for limit in SCALES)
-        raise ValueError(f"scale = {scale!r:.20} is no float32 that kernels take, {least} to {most}; multiply q instead")
+        raise ValueError(f"scale = {scale!r:.20} is no float32 from {least} to {most}; multiply q by it instead")
     return float(scale)
 
 

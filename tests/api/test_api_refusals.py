@@ -197,6 +197,71 @@ def test_every_argument_is_an_array(kernel, position, wrong):
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_mask_is_not_ignored(kernel, position):
+    given = good()
+    given[position] = np.ma.masked_array(given[position], mask=given[position] > 0)
+    both_ways(kernel, *given, mentions=f"{'qkv'[position]} is of type MaskedArray")
+
+
+def fake(tensor):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode().from_tensor(tensor)
+
+
+def nested(layout):
+    def make(tensor):
+        import torch
+
+        return torch.nested.nested_tensor(list(tensor), layout=getattr(torch, layout))
+
+    return make
+
+
+NOT_IN_MEMORY = {
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "nested": nested("strided"),
+    "jagged": nested("jagged"),
+    "fake": fake,
+    "meta": lambda tensor: tensor.to("meta"),
+}
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("kind", NOT_IN_MEMORY)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_rows_in_memory(kernel, position, kind, gradient):
+    torch = pytest.importorskip("torch")
+    given = [torch.from_numpy(x) for x in good()]
+    given[position] = NOT_IN_MEMORY[kind](given[position])
+    given[(position + 1) % 3].requires_grad_(gradient)
+    both_ways(kernel, *given, mentions="device meta" if kind == "meta" else f"{'qkv'[position]} ")
+
+
+def test_transforms_of_torch_func(kernel):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x) for x in good())
+    for call in (kernel, flashgen.attention):
+        for transformed in (torch.vmap(call), torch.func.jacrev(call), torch.func.hessian(call)):
+            refused(transformed, q[None], k[None], v[None], mentions="q ")
+            refused(transformed, q, k, v, mentions="q ")
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_forward_mode_derivative_is_not_dropped(kernel, needs_grad):
+    torch = pytest.importorskip("torch")
+    from torch.autograd import forward_ad
+
+    q, k, v = (torch.from_numpy(x) for x in good())
+    v.requires_grad_(needs_grad)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, q)
+        both_ways(kernel, dual, k, v, mentions="forward-mode")
+        assert kernel(q, k, v).shape == q.shape, "without a tangent there is nothing to refuse"
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["every other element", "transposed", "reversed"])
 def test_last_dimension_not_contiguous(kernel, position, kind):
     given = good()
@@ -214,7 +279,10 @@ def test_scale(kernel, scale):
     both_ways(kernel, *good(), scale=scale, mentions="scale")
 
 
-@pytest.mark.parametrize("scale", [10**400, -(10**400), 1e300, 2.0**127.5, 1e-50, 5e-324, 2.0**-127], ids=lambda x: repr(x)[:8])
+HUGE = 10**400
+
+
+@pytest.mark.parametrize("scale", [HUGE, -HUGE, 1e300, 2.0**127.5, 1e-50, 5e-324, 2.0**-127], ids=lambda x: f"{x!r:.8}")
 def test_a_scale_that_no_float32_holds(kernel, scale):
     """The kernels take it as float32: as 0 or as infinity it would make NaN of what the mask hides."""
     both_ways(kernel, *good(), scale=scale, mentions=["scale = "])
