@@ -68,9 +68,9 @@ def compile(
     for name, value in (("causal", causal), ("deterministic", deterministic)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} = {value!r} must be True or False")
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout = {layout!r} is not known; use 'bshd' or 'bhsd'")
-    if target not in TARGETS:
+    if not isinstance(target, str) or target not in TARGETS:
         raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
     if debug.interpret():
         target = "interpret"

@@ -108,10 +108,9 @@ TOY = Arch(
 
 def parse_arch(name: str) -> Arch:
     """The record of a chip: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a", "sm_120" or "toy"."""
-    if name == TOY.name:
-        return TOY
-    if name in ARCHES:
-        return ARCHES[name]
+    found = {TOY.name: TOY, **ARCHES}.get(name) if isinstance(name, str) else None
+    if found is not None:
+        return found
     raise ValueError(f"arch = {name!r} is not known; use one of {', '.join(ARCHES)}")
 
 

@@ -104,6 +104,13 @@ def test_layout_and_target():
     refused(flashgen.attention, *good(), layout="sbhd", mentions=["layout", "sbhd"])
 
 
+@pytest.mark.parametrize("wrong", [80, 1.5, [], {}, b"bshd", np.array([1, 2]), object], ids=repr)
+@pytest.mark.parametrize("name", ["arch", "layout", "target", "dtype"])
+def test_a_choice_of_another_type(name, wrong):
+    """What cannot be hashed and what has no truth value too."""
+    refused(flashgen.compile, 64, **{name: wrong}, mentions=[f"{name} = {wrong!r}", "use"])
+
+
 def test_float32_arrays(kernel):
     both_ways(kernel, *(x.astype(np.float32) for x in good()), mentions="float32")
 
