@@ -240,7 +240,8 @@ def test_two_stages_at_once_are_refused(pair):
 
 
 def test_one_file_does_not_hold_several_graphs():
-    assert call("show", "--graph", "--kernel", "all", "--dot", "x.dot").exit_code == 2
+    for every in ("all", "attention_all"):
+        assert call("show", "--graph", "--kernel", every, "--dot", "x.dot").exit_code == 2
 
 
 @pytest.fixture
