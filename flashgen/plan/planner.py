@@ -93,7 +93,7 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
         (p.end for p in smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))), default=0
     )
     if needed > arch.shared_per_block:
-        excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:.0f} KiB of a block"
+        excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:g} KiB of a block"
         return Verdict(candidate, rejection=excess)
     registers = cost.registers(kernel, sizes, threads, layouts)
     limit = min(arch.max_registers, arch.registers // threads)
