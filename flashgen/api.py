@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,8 @@ def attention(
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
+    if _traced():
+        return _untraced(attention)(q, k, v, causal, scale, layout, return_lse)
     library = library_of(q)
     library_of(v, "v")
     check_dimensions("q", q)
@@ -115,6 +118,17 @@ def current_arch() -> Arch:
     if not launch.gpu_available():
         return parse_arch("sm_80")
     return for_capability(*launch.compute_capability(launch.current_device()))
+
+
+def _traced() -> bool:
+    """True where torch.compile follows this call: it would follow it into the planner and the interpreter."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_dynamo_compiling()
+
+
+def _untraced(call: Callable) -> Callable:
+    """The call as torch.compile leaves it out of its graph."""
+    return sys.modules["torch"].compiler.disable(call)
 
 
 @cache
@@ -196,6 +210,8 @@ class Kernel:
 
     def __call__(self, q: Any, k: Any, v: Any, *, scale: float | None = None, return_lse: bool = False) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout."""
+        if _traced():
+            return _untraced(self)(q, k, v, scale=scale, return_lse=return_lse)
         library = library_of(q)
         if library.name == "torch":
             torch_ops = _torch_ops()
