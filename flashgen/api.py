@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashgen import debug
-from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch
+from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch, portable_record
 from flashgen.runtime import launch
 from flashgen.runtime.arguments import (
     VECTORS,
@@ -23,6 +24,7 @@ from flashgen.runtime.arguments import (
     gapless,
     row_strides,
     unreadable,
+    without_memory,
 )
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.spec import Spec, parse_dtype
@@ -67,9 +69,9 @@ def compile(
     for name, value in (("causal", causal), ("deterministic", deterministic)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} = {value!r} must be True or False")
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout = {layout!r} is not known; use 'bshd' or 'bhsd'")
-    if target not in TARGETS:
+    if not isinstance(target, str) or target not in TARGETS:
         raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
     if debug.interpret():
         target = "interpret"
@@ -99,6 +101,8 @@ def attention(
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
+    if _traced():
+        return _untraced(attention)(q, k, v, causal, scale, layout, return_lse)
     library = library_of(q)
     library_of(v, "v")
     check_dimensions("q", q)
@@ -114,6 +118,17 @@ def current_arch() -> Arch:
     if not launch.gpu_available():
         return parse_arch("sm_80")
     return for_capability(*launch.compute_capability(launch.current_device()))
+
+
+def _traced() -> bool:
+    """True where torch.compile follows this call: it would follow it into the planner and the interpreter."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_dynamo_compiling()
+
+
+def _untraced(call: Callable) -> Callable:
+    """The call as torch.compile leaves it out of its graph."""
+    return sys.modules["torch"].compiler.disable(call)
 
 
 @cache
@@ -195,6 +210,8 @@ class Kernel:
 
     def __call__(self, q: Any, k: Any, v: Any, *, scale: float | None = None, return_lse: bool = False) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout."""
+        if _traced():
+            return _untraced(self)(q, k, v, scale=scale, return_lse=return_lse)
         library = library_of(q)
         if library.name == "torch":
             torch_ops = _torch_ops()
@@ -266,8 +283,11 @@ class Kernel:
         for name, array in arrays.items():
             if library_of(array, name) is not library:
                 raise TypeError(f"{name} is not of {library.name} as q is; convert all arrays to one library")
-            aligned = library.pointer(array) % 16 == 0
-            key.append((array.shape, library.strides(array), array.dtype, library.place(array), aligned))
+            try:
+                aligned = library.pointer(array) % 16 == 0
+                key.append((array.shape, library.strides(array), array.dtype, library.place(array), aligned))
+            except RuntimeError:  # of a sparse tensor, a nested one, or one that stands for a batch of them
+                raise without_memory(name) from None
         known = tuple(key)
         call = self._bound.get(known)
         if call is None:
@@ -297,7 +317,7 @@ class Kernel:
         arch = self._arch_for(device)
         if arch.portable and any(step <= 0 for name in ("q", "k", "v", "dout") for step in strides.get(name, ())):
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
-            arch = parse_arch(arch.portable)
+            arch = portable_record(arch)
         made = self.programs(stage, replace(self.spec, aligned=aligned), arch)
         call.launches = self._launches(stage, made, call, strides)
         return call

@@ -14,7 +14,7 @@ from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.printer import kernel_text
 from flashgen.plan import planner, sm90_backward
-from flashgen.plan.arch import TOY, Arch, check_real, parse_arch
+from flashgen.plan.arch import TOY, Arch, check_real, portable_record
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
 
@@ -51,7 +51,7 @@ def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
     narrow = max(spec.head_dim, spec.head_dim_v) <= sm90_backward.MAX_HEAD_DIM
     has = kernel == "attention_forward" or (kernel in sm90_backward.KERNELS and narrow)
     own = arch.family == "sm80" or (has and spec.aligned)
-    return arch if own else parse_arch(arch.portable)
+    return arch if own else portable_record(arch)
 
 
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
@@ -82,7 +82,7 @@ def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
 def backward_with(spec: Spec, main: Plan) -> tuple[Stages, ...]:
     """The backward with a given plan for its main kernel; the others follow its blocks."""
     nest, arch = backward_nests.backward(spec), main.arch
-    portable = parse_arch(arch.portable) if arch.portable else arch  # what only copies needs no instruction of its own
+    portable = portable_record(arch) if arch.portable else arch  # what only copies needs no instruction of its own
 
     def follow(make: Callable[[Spec], Kernel]) -> Stages:
         kernel = make(spec)

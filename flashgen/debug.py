@@ -43,14 +43,16 @@ def interpret() -> bool:
 
 
 def show(needed: int, kind: str, name: str, text: str) -> None:
-    """Print a stage's text at its debug level, and write it where FLASHGEN_DUMP says."""
+    """Print a stage's text at its debug level, and write it where FLASHGEN_DUMP says. Raises OSError."""
     if level() >= needed:
         print(f"--- {kind} {name}\n{text}", file=sys.stderr)
     folder = os.environ.get("FLASHGEN_DUMP")
     if folder:
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / f"{next(_numbers):03d}-{name}.{kind}").write_text(text)
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, f"{next(_numbers):03d}-{name}.{kind}").write_text(text)
+        except OSError as error:
+            raise OSError(f"FLASHGEN_DUMP = {folder!r} takes no file ({error}); set a folder or unset it") from None
 
 
 def watching(needed: int = 2) -> bool:

@@ -65,5 +65,5 @@ def parse_dtype(dtype: Any) -> DType:
     if name in STORAGE:
         return STORAGE[name]
     raise ValueError(
-        f"dtype = {name} is not supported; use 'bfloat16' or 'float16', or a torch or NumPy dtype of these"
+        f"dtype = {dtype!r} is not supported; use 'bfloat16' or 'float16', or a torch or NumPy dtype of these"
     )

@@ -11,6 +11,7 @@ import click
 from flashgen import build
 from flashgen.build import Stages
 from flashgen.plan.arch import ARCHES, Arch, parse_arch, with_shared_memory
+from flashgen.plan.planner import PlanError
 from flashgen.spec import Spec, parse_dtype
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -70,18 +71,28 @@ def parse_problem(
 
 
 def select(spec: Spec, arch: Arch, kernel: str) -> Iterator[Stages]:
-    """The kernels that --kernel names, each as soon as it is planned, so that one that does not fit hides no other."""
+    """The kernels that --kernel names, each as soon as it is planned.
+
+    One that does not fit hides no other: PlanError is raised behind the last.
+    """
     wanted = kernel.removeprefix("attention_")
     if wanted not in KERNELS:
         raise ValueError(f"kernel = {kernel!r} is not known; use one of {', '.join(KERNELS)}")
-    found = False
+    found, unfit = False, []
     for make, names in ((build.forward, {"forward"}), (build.backward, set(KERNELS) - {"forward", "all"})):
         if wanted != "all" and wanted not in names:
             continue
-        for stages in make(spec, arch):
+        try:
+            planned = make(spec, arch)
+        except PlanError as error:
+            unfit.append(str(error))
+            continue
+        for stages in planned:
             if wanted in ("all", stages.tile.name.removeprefix("attention_")):
                 found = True
                 yield stages
+    if unfit:
+        raise PlanError("; ".join(unfit))
     if not found:
         which = "only a deterministic" if wanted == "backward_dq" else "a deterministic"
         verb = "has" if wanted == "backward_dq" else "has no"

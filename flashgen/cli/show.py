@@ -113,7 +113,7 @@ def command(kernel: str, dot: str | None, **options: Any) -> None:
       python -m flashgen show --head-dim 64 --passes | less              how the one becomes the other
       python -m flashgen show --head-dim 64 --graph --dot loop.dot       then: dot -Tsvg loop.dot > loop.svg
     """
-    if dot and kernel == "all":
+    if dot and kernel.removeprefix("attention_") == "all":
         raise click.UsageError("--dot draws one kernel; name it with --kernel.")
     text, _ = STAGES[the_stage({name: options.pop(name) for name in STAGES})]
     spec, arch = parse_problem(**options)

@@ -5,20 +5,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+
+from flashgen.runtime.arguments import without_memory
 
 if TYPE_CHECKING:
     from flashgen.api import Kernel
 
 
 def needs_autograd(*tensors: torch.Tensor) -> bool:
-    """True where a gradient will be asked for."""
+    """True where a gradient will be asked for, or a tangent may come along, which must not be dropped silently."""
+    if forward_ad._current_level >= 0:  # unpack_dual would tell as much of each tensor, in ten times the time
+        return True
     return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
 def attention(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> Any:
-    """o and lse, both differentiable once."""
-    return _Attention.apply(q, k, v, kernel, scale)
+    """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own."""
+    try:
+        return _Attention.apply(q, k, v, kernel, scale)
+    except NotImplementedError:
+        raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
+    except RuntimeError:
+        check_memory({"q": q, "k": k, "v": v})
+        raise
+
+
+def check_memory(tensors: dict[str, torch.Tensor]) -> None:
+    """ValueError where a tensor stands for others, as under torch.func's transforms."""
+    for name, tensor in tensors.items():
+        try:
+            tensor.data_ptr()
+        except RuntimeError:
+            raise without_memory(name) from None
 
 
 class _Attention(torch.autograd.Function):

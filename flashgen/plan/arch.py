@@ -108,10 +108,9 @@ TOY = Arch(
 
 def parse_arch(name: str) -> Arch:
     """The record of a chip: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a", "sm_120" or "toy"."""
-    if name == TOY.name:
-        return TOY
-    if name in ARCHES:
-        return ARCHES[name]
+    found = {TOY.name: TOY, **ARCHES}.get(name) if isinstance(name, str) else None
+    if found is not None:
+        return found
     raise ValueError(f"arch = {name!r} is not known; use one of {', '.join(ARCHES)}")
 
 
@@ -130,6 +129,12 @@ def for_capability(major: int, minor: int) -> Arch:
     if not found:
         raise ValueError(f"compute capability {major}.{minor} is not supported; flashgen needs {', '.join(ARCHES)}")
     return max(found, key=lambda arch: (arch.capability, bool(arch.portable)))
+
+
+def portable_record(arch: Arch) -> Arch:
+    """The record whose kernels run where this one's family has none: the same chip, so with as much shared memory."""
+    block, whole = arch.shared_per_block, arch.shared_per_multiprocessor
+    return replace(parse_arch(arch.portable), shared_per_block=block, shared_per_multiprocessor=whole)
 
 
 def with_shared_memory(arch: Arch, shared: int) -> Arch:

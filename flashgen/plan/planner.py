@@ -6,6 +6,7 @@ a measurement on a named card says so.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from flashgen.ir.nodes import Kernel, Space
@@ -25,7 +26,7 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
     """The plan of one kernel, with every candidate's verdict; PlanError names the limit where none fits."""
     verdicts = judged(kernel, arch, head_dims(spec, arch, kernel.name))
     if not verdicts or verdicts[0].rejection:
-        least = min(verdicts, key=lambda v: (v.unfit, _blocks_product(v.candidate), str(v.candidate)))
+        least = min(verdicts, key=_size)
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
     chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
     return replace(make(kernel, spec, arch, chosen), verdicts=tuple(verdicts), source=source)
@@ -97,7 +98,7 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
         (p.end for p in smem.allocate(through_shared(kernel, layouts), sizes, dict(candidate.stages))), default=0
     )
     if needed > arch.shared_per_block:
-        excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:.0f} KiB of a block"
+        excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:g} KiB of a block"
         return Verdict(candidate, rejection=excess)
     registers = cost.registers(kernel, sizes, threads, layouts)
     limit = min(arch.max_registers, arch.registers // threads)
@@ -163,8 +164,8 @@ def unrolled_depth(kernel: Kernel, sizes: dict[str, int], layouts: dict[str, tup
     return 4 if wide in (0, 16, 32, 64, 128) else 2
 
 
-def _blocks_product(candidate: Candidate) -> int:
-    total = 1
-    for _, size in candidate.blocks:
-        total *= size
-    return total
+def _size(verdict: Verdict) -> tuple[bool, int, int, str]:
+    """Orders by what is taken of the chip: by blocks, then by stages."""
+    candidate = verdict.candidate
+    blocks = math.prod(size for _, size in candidate.blocks)
+    return verdict.unfit, blocks, sum(candidate.depths), str(candidate)

@@ -125,7 +125,7 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     warpgroups = candidate.warps // 4 - 1
     needed = max(place.end for place in allocate(sizes, candidate, arch.shared_per_block)[0]) + BARRIER_BYTES
     if needed > arch.shared_per_block:
-        excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:.0f} KiB of a block"
+        excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:g} KiB of a block"
         return Verdict(candidate, rejection=excess)
     taken, limit = registers(sizes), role_registers(candidate)[1]
     if taken > min(limit, arch.max_registers):

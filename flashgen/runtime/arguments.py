@@ -11,6 +11,9 @@ from flashgen.runtime.launch import MAX_BLOCKS
 from flashgen.spec import Spec
 
 LOG2_E = math.log2(math.e)
+# Where scale * log2(e) is a float32 too, and neither is subnormal: a scale of 0 makes NaN of a masked score.
+SCALES = (2.0**-126, 2.0**127)
+MAX_SIZE = 2**31 - 2**16  # of a batch and of sequences: rows up to the end of the last block have 32-bit numbers
 VECTORS = ("lse", "dlse")  # float32 (batch, heads, seqlen_q)
 RESULTS = ("o", "dout", *VECTORS)  # what the backward is given besides the forward's inputs
 
@@ -70,6 +73,9 @@ def check(spec: Spec, layout: str, library: Library, q: Any, k: Any, v: Any) -> 
         raise ValueError(f"heads of q = {heads} must be a positive multiple of heads of k and v = {heads_kv}")
     if heads > MAX_BLOCKS:
         raise ValueError(f"heads = {heads} exceed the {MAX_BLOCKS} of a grid; fold some of them into the batch")
+    for what, size in (("batch", q.shape[0]), ("seqlen_q", q.shape[seq]), ("seqlen_k", k.shape[seq])):
+        if size > MAX_SIZE:
+            raise ValueError(f"{what} = {size} exceeds the {MAX_SIZE} that 32-bit integers count; split the call")
     strides = tuple(row_strides(library.strides(array), layout) for array in (q, k, v))
     for name, (_, _, row) in zip("qkv", strides, strict=True):
         if not in_reach(row):
@@ -80,11 +86,22 @@ def check(spec: Spec, layout: str, library: Library, q: Any, k: Any, v: Any) -> 
 
 def check_dimensions(name: str, array: Any) -> None:
     """ValueError unless the array has the four dimensions of a layout."""
-    if len(array.shape) != 4:
+    try:
+        count = len(array.shape)
+    except RuntimeError:  # of a nested tensor
+        raise without_memory(name) from None
+    if count != 4:
         raise ValueError(
-            f"{name} has {len(array.shape)} dimensions and needs 4, (batch, seqlen, heads, head_dim) or in layout "
+            f"{name} has {count} dimensions and needs 4, (batch, seqlen, heads, head_dim) or in layout "
             "'bhsd' (batch, heads, seqlen, head_dim); reshape it, with 1 for those that it lacks"
         )
+
+
+def without_memory(name: str) -> ValueError:
+    """The refusal of a tensor that has no shape, strides or address."""
+    return ValueError(
+        f"{name} has no rows in memory that a kernel can read; give a dense tensor, outside of torch.func's transforms"
+    )
 
 
 def check_results(spec: Spec, library: Library, o_shape: tuple, lse_shape: tuple, arrays: dict[str, Any]) -> None:
@@ -107,8 +124,11 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a Python number, not {type(scale).__name__}; call .item() on a tensor")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale = {scale} must be positive and finite; negate q for a negative one")
+    if not (scale > 0 and scale != math.inf):
+        raise ValueError(f"scale = {scale!r:.20} must be positive and finite; negate q for a negative one")
+    if not SCALES[0] <= scale <= SCALES[1]:
+        least, most = (f"{limit:.2g}" for limit in SCALES)
+        raise ValueError(f"scale = {scale!r:.20} is no float32 from {least} to {most}; multiply q by it instead")
     return float(scale)
 
 

@@ -111,9 +111,20 @@ def library_of(array: Any, name: str = "q") -> Library:
 @cache
 def _library_of_type(kind: type) -> Library | None:
     """By the module of a base; scalars and other classes of these libraries are no arrays."""
-    if hasattr(kind, "shape") and hasattr(kind, "__setitem__"):
+    if hasattr(kind, "shape") and hasattr(kind, "__setitem__") and not _is_more_than_memory(kind):
         for base in kind.__mro__:
             library = LIBRARIES.get(base.__module__.partition(".")[0])
             if library is not None:
                 return library
     return None
+
+
+def _is_more_than_memory(kind: type) -> bool:
+    """True for a masked array, whose mask a kernel would not see, and for a tensor that only its class can read.
+
+    Such tensors (fake, jagged, sharded) answer operations by themselves; their address is that of nothing or of a part.
+    """
+    if any(base.__module__.split(".")[:2] == ["numpy", "ma"] for base in kind.__mro__):
+        return True
+    own = [vars(base)["__torch_dispatch__"] for base in kind.__mro__ if "__torch_dispatch__" in vars(base)]
+    return len(own) > 1  # that of torch.Tensor is the last

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
+
+from flashgen.runtime.bindings import driver, libcuda, modules, runtime
 
 if TYPE_CHECKING:
     from flashgen.runtime.compile import Cubin
@@ -83,11 +83,11 @@ class Launcher:
             if device in self._functions:
                 return self._functions[device]
             try:
-                module = _modules().Module()
+                module = modules().Module()
                 module.load(self.cubin.image)
                 function = module.get_function(self.cubin.name).ptr
                 if self.shared_bytes > SHARED_WITHOUT_ASKING:
-                    _driver().funcSetAttribute(function, MAX_DYNAMIC_SHARED, self.shared_bytes)
+                    driver().funcSetAttribute(function, MAX_DYNAMIC_SHARED, self.shared_bytes)
             except RuntimeError as error:
                 message = f"{self!r} does not load on device {device}: {error}; compile it for that device's arch"
                 raise LaunchError(message) from None
@@ -102,7 +102,7 @@ class Launcher:
         pointers[0] = args
         x, y, z = grid
         try:
-            _driver().launchKernel(function, x, y, z, self.threads, 1, 1, self.shared_bytes, stream, address, 0)
+            driver().launchKernel(function, x, y, z, self.threads, 1, 1, self.shared_bytes, stream, address, 0)
         except (RuntimeError, OverflowError) as error:
             raise LaunchError(f"{self!r} did not launch on a grid of {x} x {y} x {z} blocks: {error}") from None
 
@@ -110,11 +110,10 @@ class Launcher:
         self, grid: tuple[int, int, int], args: bytes, stream: int, device: int | None, here: int | None
     ) -> None:
         """Launches on a device that is not current yet, or from a thread without a context, and switches back."""
-        runtime = _runtime()
         try:
-            device = runtime.getDevice() if device is None else device
-            runtime.setDevice(device)
-            runtime.free(0)  # makes the primary context current, whatever the version of the runtime
+            device = current_device() if device is None else device
+            runtime().setDevice(device)
+            runtime().free(0)  # makes the primary context current, whatever the version of the runtime
         except RuntimeError as error:
             which = "the current device" if device is None else f"device {device}"
             raise LaunchError(f"{self!r} cannot use {which}: {error}") from None
@@ -122,7 +121,7 @@ class Launcher:
             self._launch(grid, args, stream, device)
         finally:
             if here is not None:
-                runtime.setDevice(here)
+                runtime().setDevice(here)
 
 
 def gpu_available() -> bool:
@@ -132,61 +131,37 @@ def gpu_available() -> bool:
 
 def current_device() -> int:
     """The number of this thread's current device. Raises RuntimeError without a driver, ImportError without CuPy."""
-    return _runtime().getDevice()
+    return runtime().getDevice()
 
 
 @functools.cache
 def compute_capability(device: int) -> tuple[int, int]:
     """The major and minor compute capability of a device, such as (9, 0). Raises RuntimeError if there is no such."""
-    attribute = _runtime().deviceGetAttribute
+    attribute = runtime().deviceGetAttribute
     return attribute(MAJOR, device), attribute(MINOR, device)
 
 
 @functools.cache
 def multiprocessors(device: int) -> int:
     """The number of streaming multiprocessors of a device. Raises RuntimeError if there is no such device."""
-    return _runtime().deviceGetAttribute(MULTIPROCESSORS, device)
+    return runtime().deviceGetAttribute(MULTIPROCESSORS, device)
 
 
 @functools.cache
 def _device_count() -> int:
     """GPUs that the driver shows to this process, asked of the driver itself: CuPy takes half a second to import."""
     try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        cuda = libcuda()
     except OSError:
         return 0
     count = ctypes.c_int(0)
-    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    failed = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
     return 0 if failed else count.value
 
 
 def _context_device() -> int | None:
     """The device of the context that is current in this thread; None if there is none."""
     try:
-        return _driver().ctxGetDevice()
+        return driver().ctxGetDevice()
     except RuntimeError:
         return None
-
-
-@functools.cache
-def _driver() -> Any:
-    return _cupy("cupy_backends.cuda.api.driver")
-
-
-@functools.cache
-def _runtime() -> Any:
-    return _cupy("cupy_backends.cuda.api.runtime")
-
-
-@functools.cache
-def _modules() -> Any:
-    return _cupy("cupy.cuda.function")
-
-
-def _cupy(name: str) -> Any:
-    """A module of CuPy, after CuPy itself, which finds the CUDA libraries."""
-    try:
-        importlib.import_module("cupy")
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f"launching a kernel needs CuPy ({error}); pip install 'flashgen[cuda]'") from None

@@ -6,7 +6,7 @@ import math
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from flashgen.build import Stages
 from flashgen.ir.dtype import I32
@@ -81,8 +81,10 @@ class Program:
 
     def _check_tiles(self, sizes: Mapping[str, int | float]) -> None:
         """Tiles of a persistent grid are numbered by 32-bit integers. Raises ValueError where there are too many."""
+        if not self.stages.plan.persistent:
+            return
         tiles = math.prod(int(evaluate(axis.extent, sizes)) for axis in self.stages.tile.axes)
-        if self.stages.plan.persistent and tiles >= MAX_TILES:
+        if tiles >= MAX_TILES:
             raise ValueError(f"{tiles} tiles of queries exceed the {MAX_TILES} of one launch; split the batch")
 
     def _map(self, item: Buffer, strides: Strides, scalars: Mapping[str, int | float]) -> TensorMap:
@@ -116,7 +118,7 @@ class Bound:
         self.maps = maps
         self.batch_bytes = batch_bytes
         self.grid = grid
-        self._args: dict[tuple[int, ...], bytes] = {}
+        self._args = lru_cache(KEPT)(self._packed)
 
     def launch(self, pointers: Sequence[int], stream: int, device: int) -> None:
         """Launch with the addresses of the tensors, in their order; a grid without blocks is no launch."""
@@ -125,15 +127,10 @@ class Bound:
             return
         counter = 0 if self.counter is None else tile_counters.address(stream, device)
         for first in range(0, batches, MAX_BLOCKS):
-            known = (counter, first, *pointers)
-            args = self._args.get(known)
-            if args is None:
-                if len(self._args) >= KEPT:
-                    self._args.clear()
-                args = self._args[known] = self._packed(pointers, counter, first)
+            args = self._args(tuple(pointers), counter, first)
             self.program.launcher((blocks, heads, min(batches - first, MAX_BLOCKS)), args, stream, device)
 
-    def _packed(self, pointers: Sequence[int], counter: int, first: int) -> bytes:
+    def _packed(self, pointers: tuple[int, ...], counter: int, first: int) -> bytes:
         """The struct of arguments from batch `first` on."""
         args = bytearray(self.template)
         if self.counter is not None:

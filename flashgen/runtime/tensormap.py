@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from dataclasses import dataclass, field
-from functools import cache
+
+from flashgen.runtime.bindings import libcuda
 
 MAP_BYTES = 128
 ALIGNMENT = 64  # of the structure that the driver writes
@@ -49,15 +49,9 @@ class TensorMap:
         box = (ctypes.c_uint32 * 4)(*self.box, 1, 1)
         ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
         kinds = (NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO)
-        failed = driver().cuTensorMapEncodeTiled(
+        failed = libcuda().cuTensorMapEncodeTiled(
             ctypes.c_void_p(aligned), TYPES[self.dtype], 4, ctypes.c_void_p(address), sizes, strides, box, ones, *kinds
         )
         if failed:
             raise RuntimeError(f"the driver refuses a tensor map (error {failed}) for {self}")
         return ctypes.string_at(aligned, MAP_BYTES)
-
-
-@cache
-def driver() -> ctypes.CDLL:
-    """The CUDA driver, for what CuPy does not bind."""
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

@@ -8,12 +8,9 @@ driver never gives twice, and each launch that is captured into a graph, since t
 from __future__ import annotations
 
 import ctypes
-import importlib
 import threading
-from functools import cache
-from typing import Any
 
-from flashgen.runtime.tensormap import driver
+from flashgen.runtime.bindings import libcuda, runtime
 
 COUNT = 16384  # in one allocation: 64 KiB
 BYTES = 4
@@ -31,7 +28,7 @@ class _Counters:
 
     def address(self, stream: int) -> int:
         """The counter of a launch on a stream. Raises RuntimeError where captures have used up what there is."""
-        capturing = stream not in DEFAULT_STREAMS and _runtime().streamIsCapturing(stream)
+        capturing = stream not in DEFAULT_STREAMS and runtime().streamIsCapturing(stream)
         number = 0 if capturing else stream_number(stream)
         found = None if capturing else self.of_stream.get(number)
         if found is not None:
@@ -48,9 +45,9 @@ class _Counters:
 
     def _allocate(self) -> None:
         """More counters, zero before anything else runs on the device: memory that is never given back."""
-        address = _runtime().malloc(COUNT * BYTES)
-        _runtime().memset(address, 0, COUNT * BYTES)
-        _runtime().deviceSynchronize()
+        address = runtime().malloc(COUNT * BYTES)
+        runtime().memset(address, 0, COUNT * BYTES)
+        runtime().deviceSynchronize()
         self.free += range(address, address + COUNT * BYTES, BYTES)
 
 
@@ -70,12 +67,7 @@ def address(stream: int, device: int) -> int:
 def stream_number(stream: int) -> int:
     """The driver's number of a stream: a handle may be that of a later stream too, and one handle is each thread's."""
     number = ctypes.c_ulonglong(0)
-    failed = driver().cuStreamGetId(ctypes.c_void_p(stream), ctypes.byref(number))
+    failed = libcuda().cuStreamGetId(ctypes.c_void_p(stream), ctypes.byref(number))
     if failed:
         raise RuntimeError(f"the driver does not know stream {stream} (error {failed}); pass one that is not destroyed")
     return number.value
-
-
-@cache
-def _runtime() -> Any:
-    return importlib.import_module("cupy_backends.cuda.api.runtime")

@@ -1,4 +1,4 @@
-// Element types, tensors in global memory, and register tiles: what every family of kernels shares.
+// Element types, tensors in global memory, register tiles and mma.sync on them: what every family of kernels shares.
 #pragma once
 
 using uint32 = unsigned int;
@@ -66,10 +66,14 @@ struct Vector {
   }
 };
 
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
 // A place in shared memory, as a pointer for ordinary accesses and as the 32-bit address that asm takes.
 struct SharedAddress {
   unsigned char* data;
-  __device__ __forceinline__ uint32 address() const { return static_cast<uint32>(__cvta_generic_to_shared(data)); }
+  __device__ __forceinline__ uint32 address() const { return shared_address(data); }
   __device__ __forceinline__ SharedAddress operator+(int bytes) const { return {data + bytes}; }
 };
 
@@ -102,6 +106,33 @@ struct Fragment {
   static __device__ __forceinline__ int lane_col() { return first_col() + int(threadIdx.x) % 4 * 2; }
   static __device__ __forceinline__ int col_offset(int j) { return j / 2 * 8 + j % 2; }
 };
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix(uint32 (&m)[4], uint32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address));
+}
+
+// acc[0..1][0..1] += a (16 x 16) b (16 x 8), where acc[h][c] is row lane / 4 + 8 h, column 2 * (lane % 4) + c.
+template <class T>
+__device__ __forceinline__ void mma(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma<bf16>(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0,
+                                          uint32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma<fp16>(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0,
+                                          uint32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 template <int ROWS, int COLS>
 __device__ __forceinline__ void fill(float (&tile)[ROWS][COLS], float value) {

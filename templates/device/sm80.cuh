@@ -1,4 +1,4 @@
-// Ampere instructions: cp.async into shared memory, ldmatrix, mma.sync (PTX ISA, "Warp-level matrix instructions").
+// Ampere: cp.async into shared memory, and products of tiles there (PTX ISA, "Warp-level matrix instructions").
 #pragma once
 
 __device__ __forceinline__ void commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -54,43 +54,17 @@ __device__ __forceinline__ void copy_vector_async(float* target, const float* so
     const int row = first + int(threadIdx.x);
     if (ROWS % THREADS && row >= ROWS) continue;
     const bool valid = row < rows_left;
-    const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(target + row));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(valid ? source + row : source),
-                 "r"(valid ? 4 : 0)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target + row)),
+                 "l"(valid ? source + row : source), "r"(valid ? 4 : 0)
                  : "memory");
   }
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void ldmatrix(uint32 (&m)[4], uint32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address));
-}
+// Four matrices as by ldmatrix, each transposed.
 __device__ __forceinline__ void ldmatrix_transposed(uint32 (&m)[4], uint32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(address));
-}
-
-// acc[0..1][0..1] += a (16 x 16) b (16 x 8), where acc[h][c] is row lane / 4 + 8 h, column 2 * (lane % 4) + c.
-template <class T>
-__device__ __forceinline__ void mma(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0, uint32 b1);
-template <>
-__device__ __forceinline__ void mma<bf16>(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0,
-                                          uint32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-               "{%0, %1, %2, %3};"
-               : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma<fp16>(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0,
-                                          uint32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-               "{%0, %1, %2, %3};"
-               : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // acc += a[:, 16 rows of depth] b[16 rows of depth, :]. `b_first` is this lane's ldmatrix address for depth 0, column 0.

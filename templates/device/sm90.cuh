@@ -29,14 +29,8 @@ struct PanelTile {
   }
 };
 
-__device__ __forceinline__ uint32 shared_address(const void* pointer) {
-  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
-}
-
 // The same in all lanes of a warp, and known to be by the compiler.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
-__device__ __forceinline__ bool any_lane(bool condition) { return __any_sync(0xffffffffu, condition); }
 
 template <int COUNT>
 __device__ __forceinline__ void init_barriers(uint64* barriers, int arrivals) {
@@ -65,11 +59,12 @@ __device__ __forceinline__ int no_bits(const float (&rows)[ROWS], int zero) {
   return bits;
 }
 
+__device__ __forceinline__ void arrive(uint64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 // One arrival a warp: 128 of them were measurably slower.
 __device__ __forceinline__ void arrive_warp(uint64* barrier) {
-  if (threadIdx.x % 32 == 0) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-  }
+  if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
 // How long what is loaded should stay in the L2 (PTX ISA, "createpolicy").
@@ -160,7 +155,7 @@ template <int COUNT>
 __device__ __forceinline__ void publish_tile(int* next, uint64* full, const int (&values)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) next[i] = values[i];
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(full)) : "memory");
+  arrive(full);
 }
 __device__ __forceinline__ int take_tile(const int* next, int index) {
   int value;  // volatile: what is taken late is not to be kept in registers until then
@@ -206,27 +201,6 @@ __device__ __forceinline__ bool any_large(const uint32 (&tile)[ROWS][PAIRS]) {
   return __any_sync(0xffffffffu, bits & 0x40004000);
 }
 
-template <class T>
-__device__ __forceinline__ void multiply_add(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0, uint32 b1);
-template <>
-__device__ __forceinline__ void multiply_add<bf16>(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void multiply_add<fp16>(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void load_matrices(uint32 (&matrices)[4], uint32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-               : "r"(address)
-               : "memory");
-}
-
 // A warp's 16 rows of scores = q k^T, without the other warps of its warpgroup: slow, and seldom needed.
 template <class Rows, class Cols, class T, int ROWS, int COLS>
 __device__ __forceinline__ void rescore(float (&scores)[ROWS][COLS], SharedAddress q, SharedAddress k) {
@@ -238,12 +212,12 @@ __device__ __forceinline__ void rescore(float (&scores)[ROWS][COLS], SharedAddre
 #pragma unroll 1
   for (int depth = 0; depth < (Rows::COLS + 15) / 16; ++depth) {
     uint32 a[4], b[4];
-    load_matrices(a, Rows::piece(q, first_row + lane % 16, 2 * depth + lane / 16));
+    ldmatrix(a, Rows::piece(q, first_row + lane % 16, 2 * depth + lane / 16));
 #pragma unroll
     for (int j = 0; j < COLS; j += 4) {
-      load_matrices(b, Cols::piece(k, 4 * j + lane / 16 * 8 + lane % 8, 2 * depth + lane / 8 % 2));
-      multiply_add<T>(scores[0][j], scores[0][j + 1], scores[1][j], scores[1][j + 1], a, b[0], b[1]);
-      multiply_add<T>(scores[0][j + 2], scores[0][j + 3], scores[1][j + 2], scores[1][j + 3], a, b[2], b[3]);
+      ldmatrix(b, Cols::piece(k, 4 * j + lane / 16 * 8 + lane % 8, 2 * depth + lane / 8 % 2));
+      mma<T>(scores[0][j], scores[0][j + 1], scores[1][j], scores[1][j + 1], a, b[0], b[1]);
+      mma<T>(scores[0][j + 2], scores[0][j + 3], scores[1][j + 2], scores[1][j + 3], a, b[2], b[3]);
     }
   }
 }

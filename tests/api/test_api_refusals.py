@@ -104,6 +104,13 @@ def test_layout_and_target():
     refused(flashgen.attention, *good(), layout="sbhd", mentions=["layout", "sbhd"])
 
 
+@pytest.mark.parametrize("wrong", [80, 1.5, [], {}, b"bshd", np.array([1, 2]), object], ids=repr)
+@pytest.mark.parametrize("name", ["arch", "layout", "target", "dtype"])
+def test_a_choice_of_another_type(name, wrong):
+    """What cannot be hashed and what has no truth value too."""
+    refused(flashgen.compile, 64, **{name: wrong}, mentions=[f"{name} = {wrong!r}", "use"])
+
+
 def test_float32_arrays(kernel):
     both_ways(kernel, *(x.astype(np.float32) for x in good()), mentions="float32")
 
@@ -138,6 +145,20 @@ def test_not_an_array(kernel, wrong):
 def test_heads_that_do_not_divide(kernel, heads_q, heads_kv):
     given = arrays((2, 5, heads_q, 16), (2, 7, heads_kv, 16), (2, 7, heads_kv, 16))
     both_ways(kernel, *given, mentions=["heads", str(heads_q), str(heads_kv)])
+
+
+@pytest.mark.parametrize("size", [2**31 - 2**16 + 1, 2**31, 2**32 + 5, 2**40])
+@pytest.mark.parametrize(("what", "axis", "which"), [("batch", 0, "qkv"), ("seqlen_q", 1, "q"), ("seqlen_k", 1, "kv")])
+def test_more_than_32_bits_count(kernel, what, axis, which, size):
+    """Views without memory of their own reach any size; the kernels number rows and batches by 32-bit integers."""
+    shape = [1, 1, 1, 16]
+    one = np.zeros(16, np.float16)
+    long = [size if at == axis else 1 for at in range(3)]
+    given = [
+        np.lib.stride_tricks.as_strided(one, [*(long if name in which else shape[:3]), 16], (0, 0, 0, 2))
+        for name in "qkv"
+    ]
+    both_ways(kernel, *given, mentions=[f"{what} = {size}", "split"])
 
 
 def test_zero_heads(kernel):
@@ -183,6 +204,71 @@ def test_every_argument_is_an_array(kernel, position, wrong):
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_mask_is_not_ignored(kernel, position):
+    given = good()
+    given[position] = np.ma.masked_array(given[position], mask=given[position] > 0)
+    both_ways(kernel, *given, mentions=f"{'qkv'[position]} is of type MaskedArray")
+
+
+def fake(tensor):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode().from_tensor(tensor)
+
+
+def nested(layout):
+    def make(tensor):
+        import torch
+
+        return torch.nested.nested_tensor(list(tensor), layout=getattr(torch, layout))
+
+    return make
+
+
+NOT_IN_MEMORY = {
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "nested": nested("strided"),
+    "jagged": nested("jagged"),
+    "fake": fake,
+    "meta": lambda tensor: tensor.to("meta"),
+}
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("kind", NOT_IN_MEMORY)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_rows_in_memory(kernel, position, kind, gradient):
+    torch = pytest.importorskip("torch")
+    given = [torch.from_numpy(x) for x in good()]
+    given[position] = NOT_IN_MEMORY[kind](given[position])
+    given[(position + 1) % 3].requires_grad_(gradient)
+    both_ways(kernel, *given, mentions="device meta" if kind == "meta" else f"{'qkv'[position]} ")
+
+
+def test_transforms_of_torch_func(kernel):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x) for x in good())
+    for call in (kernel, flashgen.attention):
+        for transformed in (torch.vmap(call), torch.func.jacrev(call), torch.func.hessian(call)):
+            refused(transformed, q[None], k[None], v[None], mentions="q ")
+            refused(transformed, q, k, v, mentions="q ")
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_forward_mode_derivative_is_not_dropped(kernel, needs_grad):
+    torch = pytest.importorskip("torch")
+    from torch.autograd import forward_ad
+
+    q, k, v = (torch.from_numpy(x) for x in good())
+    v.requires_grad_(needs_grad)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, q)
+        both_ways(kernel, dual, k, v, mentions="forward-mode")
+        assert kernel(q, k, v).shape == q.shape, "without a tangent there is nothing to refuse"
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["every other element", "transposed", "reversed"])
 def test_last_dimension_not_contiguous(kernel, position, kind):
     given = good()
@@ -198,6 +284,23 @@ def test_last_dimension_not_contiguous(kernel, position, kind):
 @pytest.mark.parametrize("scale", [-1.0, -1e-30, math.nan, math.inf, -math.inf])
 def test_scale(kernel, scale):
     both_ways(kernel, *good(), scale=scale, mentions="scale")
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize("scale", [HUGE, -HUGE, 1e300, 2.0**127.5, 1e-50, 5e-324, 2.0**-127], ids=lambda x: f"{x!r:.8}")
+def test_a_scale_that_no_float32_holds(kernel, scale):
+    """The kernels take it as float32: as 0 or as infinity it would make NaN of what the mask hides."""
+    both_ways(kernel, *good(), scale=scale, mentions=["scale = "])
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 1e-30, np.float64(1e-30)])
+def test_a_scale_of_almost_zero_is_the_mean(kernel, scale):
+    q, k, v = good()
+    seen = [v[:, : 3 + i].mean(1, dtype=np.float32) for i in range(5)]
+    expected = np.stack(seen, 1).repeat(2, axis=2)
+    assert np.abs(kernel(q, k, v, scale=scale) - expected).max() < 2e-3
 
 
 @pytest.mark.parametrize("scale", ["0.1", [0.1]])

@@ -170,3 +170,20 @@ def test_target_interpret_says_the_same():
     auto = support.evaluate(attend(flashgen.compile(16, True)), *arrays)
     interpreted = support.evaluate(attend(flashgen.compile(16, True, target="interpret")), *arrays)
     assert all(torch.equal(x, y) for x, y in zip(auto, interpreted, strict=True))
+
+
+@pytest.mark.filterwarnings("error:Dynamo")
+def test_torch_compile_leaves_the_call_out_of_its_graph():
+    """It followed the call into the interpreter, and failed there."""
+    kernel = flashgen.compile(16, True)
+    x = torch.randn(2, 5, 3, 16, dtype=torch.bfloat16, requires_grad=True)
+    for call in (kernel, lambda *qkv: flashgen.attention(*qkv, causal=True)):
+
+        def layer(x, call=call):
+            return (call(2 * x, x, x) + 1).relu()
+
+        results = []
+        for made in (layer, torch.compile(layer, backend="eager")):
+            out = made(x)
+            results.append((out, *torch.autograd.grad(out.float().square().sum(), x)))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))

@@ -86,6 +86,29 @@ def test_explain_with_less_memory():
     assert "exceed the 64 KiB of a block" in text
 
 
+@pytest.mark.parametrize("more", [(), ("--deterministic",)], ids=str)
+def test_less_memory_holds_for_every_kernel_of_a_chip_with_two_families(more):
+    """Those that sm_90a takes from sm_90 too."""
+    text = output("explain", "--arch", "sm_90a", "--sram", "96KiB", *more)
+    of = dict(re.findall(r"^plan attention_(\w+) for (\w+)", text, re.M))
+    assert set(of.values()) == {"sm_90a", "sm_90"} and len(of) == 4
+    used, limits = zip(*re.findall(r"shared memory (\d+) of (\d+) bytes", text), strict=True)
+    assert set(limits) == {str(96 * 1024)} and max(map(int, used)) <= 96 * 1024
+    assert "exceed the 227 KiB" not in text
+
+
+def test_a_kernel_that_does_not_fit_hides_no_other():
+    """Neither the forward the backward nor the other way round, and the sentence names all that do not fit."""
+    wide = call("explain", "--head-dim", 128, "--arch", "sm_90a", "--sram", "64KiB")
+    assert "plan attention_backward for sm_90 " in wide.stdout.replace("\n", " ") and wide.exit_code == 1
+    assert wide.stderr.startswith("Error: no tile of attention_forward fits sm_90a")
+    deep = call("explain", "--head-dim", 128, "--sram", "32KiB")
+    assert "plan attention_forward for sm_80" in deep.stdout and "no tile of attention_backward" in deep.stderr
+    none = call("explain", "--head-dim", 128, "--sram", "1KiB").stderr
+    assert all(f"no tile of attention_{name} fits sm_80" in none for name in ("forward", "backward"))
+    assert len(none.splitlines()) == 1
+
+
 def test_a_tile_that_no_plan_fits_is_one_sentence():
     said = sentence("explain", "--head-dim", 256, "--kernel", "forward", "--sram", "4K")
     assert "\n" not in said and "KiB" in said and "attention_forward" in said
@@ -217,7 +240,8 @@ def test_two_stages_at_once_are_refused(pair):
 
 
 def test_one_file_does_not_hold_several_graphs():
-    assert call("show", "--graph", "--kernel", "all", "--dot", "x.dot").exit_code == 2
+    for every in ("all", "attention_all"):
+        assert call("show", "--graph", "--kernel", every, "--dot", "x.dot").exit_code == 2
 
 
 @pytest.fixture

@@ -136,6 +136,15 @@ def test_a_dump_holds_the_sass(monkeypatch, cached, tmp_path, capsys):
     assert file.name.endswith("-k.sass") and file.read_text() == "code\n" and capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["a file", "below a file"])
+def test_a_dump_that_is_no_folder_is_named(monkeypatch, tmp_path, inside):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("FLASHGEN_DUMP", str(file / "folder" if inside else file))
+    with pytest.raises(OSError, match=r"FLASHGEN_DUMP = '.*file.*' takes no file \(.*\); set a folder or unset it"):
+        debug.show(2, "plan", "k", "text")
+
+
 @pytest.mark.parametrize("script", [None, "exit 3"])
 def test_without_a_disassembler_that_works_there_is_one_sentence(monkeypatch, cached, tmp_path, capsys, script):
     if script:

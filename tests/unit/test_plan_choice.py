@@ -69,6 +69,26 @@ def test_a_chip_that_is_too_small_is_told_which_limit(make):
         planner.plan(kernel, spec, with_shared_memory(SMALLEST, 4 * KIB))
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 8)])
+@pytest.mark.parametrize("name", ["sm_80", "sm_90a"])
+def test_what_does_not_fit_is_told_by_the_candidate_that_needs_least(name, dims):
+    spec, arch = Spec(*dims), with_shared_memory(parse_arch(name), 4 * KIB)
+    kernel = forward.forward(spec)
+    verdicts = planner.judged(kernel, arch, planner.head_dims(spec, arch))
+    needed = [float(found[1]) for v in verdicts if (found := re.match(REASONS["shared"], v.rejection))]
+    with pytest.raises(planner.PlanError, match=rf": {min(needed)} KiB of shared memory exceed the 4 KiB"):
+        planner.plan(kernel, spec, arch)
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("bytes_", "text"), [(1, "0.000976562"), (1023, "0.999023"), (2560, "2.5"), (9 * KIB, "9")])
+def test_the_limit_is_not_rounded(name, bytes_, text):
+    """It was 0 KiB for a block of one byte."""
+    spec = Spec(128, 128)
+    with pytest.raises(planner.PlanError, match=f" exceed the {text} KiB of a block"):
+        planner.plan(forward.forward(spec), spec, with_shared_memory(parse_arch(name), bytes_))
+
+
 def test_less_shared_memory_takes_less():
     spec = Spec(128, 128)
     for bytes_ in (227 * KIB, 96 * KIB, 64 * KIB, 32 * KIB):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashgen.runtime import launch
+from flashgen.runtime import bindings, launch
 
 CUBIN = SimpleNamespace(name="fwd", arch="sm_80", image=b"image")
 
@@ -62,7 +62,7 @@ class FakeGpu:
 @pytest.fixture
 def gpu(monkeypatch):
     fake = FakeGpu()
-    for name in ("_driver", "_runtime", "_modules"):
+    for name in ("driver", "runtime", "modules"):
         monkeypatch.setattr(launch, name, lambda: fake)
     return fake
 
@@ -148,13 +148,19 @@ def test_impossible_numbers_are_refused(threads, shared):
 def test_asking_for_a_gpu_never_raises(monkeypatch):
     assert launch.gpu_available() in (True, False)
 
+    asked = []
+
     def missing(name):
+        asked.append(name)
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    launch._device_count.cache_clear()
-    assert launch.gpu_available() is False
-    launch._device_count.cache_clear()
+    caches = (bindings.libcuda, launch._device_count)
+    for cached in caches:
+        cached.cache_clear()
+    assert launch.gpu_available() is False and asked
+    for cached in caches:
+        cached.cache_clear()
 
 
 def test_a_launch_costs_under_5_microseconds_of_python(gpu, monkeypatch):
@@ -162,7 +168,7 @@ def test_a_launch_costs_under_5_microseconds_of_python(gpu, monkeypatch):
     gpu.setDevice(0)
     launcher.load(0)
     driver = SimpleNamespace(ctxGetDevice=lambda: 0, launchKernel=lambda *_: None)
-    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(launch, "driver", lambda: driver)
     best, args = float("inf"), bytes(200)
     for _ in range(20):
         start = time.perf_counter()

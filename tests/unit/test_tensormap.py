@@ -23,7 +23,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     fake = Driver()
-    monkeypatch.setattr(tensormap, "driver", lambda: fake)
+    monkeypatch.setattr(tensormap, "libcuda", lambda: fake)
     return fake
 
 

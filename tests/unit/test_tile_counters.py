@@ -28,7 +28,7 @@ class FakeRuntime:
 @pytest.fixture
 def runtime(monkeypatch):
     fake = FakeRuntime()
-    monkeypatch.setattr(tile_counters, "_runtime", lambda: fake)
+    monkeypatch.setattr(tile_counters, "runtime", lambda: fake)
     monkeypatch.setattr(tile_counters, "stream_number", lambda stream: stream)
     monkeypatch.setattr(tile_counters, "_known", {})
     monkeypatch.setattr(tile_counters, "COUNT", 8)
