@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from flashgen import debug, lower
@@ -55,15 +55,14 @@ def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
 
 
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
-    """The forward's one kernel."""
-    return (_forward(spec.forward(), arch),)
+    """The forward's one kernel; heads are packed where the chip's own family has it."""
+    own = arch_for("attention_forward", spec, arch)
+    return (_forward(spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1), own),)
 
 
 @cache
 def _forward(spec: Spec, arch: Arch) -> Stages:
-    arch = arch_for("attention_forward", spec, arch)
-    nest = forward_nest.forward(spec)
-    return forward_with(spec, planner.plan(nest, spec, arch))
+    return forward_with(spec, planner.plan(forward_nest.forward(spec), spec, arch))
 
 
 def forward_with(spec: Spec, plan: Plan) -> Stages:
@@ -73,7 +72,11 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 
 @cache
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
-    """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq."""
+    """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq.
+
+    None of them packs heads.
+    """
+    spec = replace(spec, packed=1)
     arch = arch_for("attention_backward", spec, arch)
     nest = backward_nests.backward(spec)
     return backward_with(spec, planner.plan(nest, spec, arch))

@@ -136,6 +136,9 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
         return view | {"condition": names.uniform(stmt.condition)}
     if isinstance(stmt, MmaSync):
         view |= _product(stmt, names)
+    if isinstance(stmt, base.StoreRows):
+        positions = _positions(stmt.dst, names.kernel.buffer(stmt.src), names)
+        view |= {"positions": positions, "head_stride": f"args.{stmt.dst.buffer}.head_stride"}
     if isinstance(stmt, sm90.Sm90Stmt):
         view |= _hopper(stmt, names)
     for item in fields(stmt):
@@ -183,7 +186,9 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
         policy = "keep_in_cache" if stmt.reuse else "leave_cache_first"
         return _box(stmt.src, names) | {"full": _barrier(stmt.dst, "full", names), "policy": policy}
     if isinstance(stmt, sm90.TmaStore):
-        return _box(stmt.dst, names)
+        tile = camel(stmt.src.buffer)
+        positions = _positions(stmt.dst, names.kernel.buffer(stmt.src.buffer), names)
+        return _box(stmt.dst, names) | {"types": f"{tile}, {positions}" if positions else tile}
     if isinstance(stmt, sm90.Describe):
         major = "mn_major" if stmt.order == "columns" else "k_major"
         return {"operand": _operand(stmt.tile), "own_rows": stmt.order == sm90.OWN_ROWS, "major": major}
@@ -217,6 +222,11 @@ def _box(window: Window, names: Names) -> Fields:
     """Where TMA copies from or to."""
     batch, head, row = (names.uniform(index) for index in window.origin)
     return {"tensor": window.buffer, "batch": batch, "head": head, "row": row}
+
+
+def _positions(window: Window, tile: Buffer, names: Names) -> str:
+    """Rows of each head in a tile that several share; empty where its rows are those of one."""
+    return names.uniform(Var(tile.shape[0]) // window.heads) if window.heads > 1 else ""
 
 
 def _barrier(tile: Tile, kind: str, names: Names) -> str:

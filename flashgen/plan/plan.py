@@ -104,6 +104,7 @@ class Plan:
     producer_warps: warps behind the computing ones, of which one thread loads; role_registers: of the two roles.
     mbarriers: names and counts of those behind the tiles. covered_by_output: tiles over which O lies on its way out.
     keys_in_cache: keys (with their values) of which a third of the L2 is full.
+    packed: query heads that share a tile of queries.
     """
 
     kernel: str
@@ -120,6 +121,7 @@ class Plan:
     mbarriers: tuple[tuple[str, int], ...] = ()
     covered_by_output: tuple[str, ...] = ()
     keys_in_cache: int = 0
+    packed: int = 1
     source: str = "cost model"
     verdicts: tuple[Verdict, ...] = field(default=(), repr=False, compare=False)
 
@@ -196,6 +198,9 @@ class Plan:
         """The decisions, as kept in generated/: no costs, no rejections."""
         lines = [f"plan {self.kernel} for {self.arch.name}", f"  tile {self.candidate} (chosen by {self.source})"]
         lines.append("  " + ", ".join(f"{name} = {size}" for name, size in self.dims))
+        if self.packed > 1:
+            rows = self.sizes["block_q"]
+            lines.append(f"  {self.packed} query heads share a tile, {rows // self.packed} queries of each")
         lines.append(
             f"  {self.threads} threads, about {self.registers} registers each, {self.min_blocks} a multiprocessor"
         )

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import product
 
 from flashgen.ir.nodes import Kernel
+from flashgen.ir.visit import heads_in_tile
 from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import tile_names
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
@@ -69,6 +70,7 @@ def make(
         mbarriers=_mbarriers(candidate, covered),
         covered_by_output=covered,
         keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
+        packed=heads_in_tile(kernel),
     )
 
 
@@ -122,7 +124,10 @@ def registers(sizes: dict[str, int]) -> int:
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
     """Reject a candidate with a sentence, or give its cost."""
     sizes = sizes | dict(candidate.blocks)
-    warpgroups = candidate.warps // 4 - 1
+    warpgroups, packed = candidate.warps // 4 - 1, heads_in_tile(kernel)
+    if packed > 1 and sizes["block_q"] & (sizes["block_q"] - 1):
+        sentence = f"{sizes['block_q']} rows of {packed} heads: the 64 of a warpgroup do not leave by one copy"
+        return Verdict(candidate, rejection=sentence, unfit=True)
     needed = max(place.end for place in allocate(sizes, candidate, arch.shared_per_block)[0]) + BARRIER_BYTES
     if needed > arch.shared_per_block:
         excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:.0f} KiB of a block"
