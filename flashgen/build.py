@@ -13,7 +13,7 @@ from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.printer import kernel_text
-from flashgen.plan import planner
+from flashgen.plan import packing, planner
 from flashgen.plan.arch import TOY, Arch, check_real, parse_arch
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
@@ -60,9 +60,26 @@ def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     return (_forward(spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1), own),)
 
 
+def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
+    """How many heads of a group the forward should pack into a tile, for so many queries."""
+    own = arch_for("attention_forward", spec, arch)
+    if own.family != "sm90":
+        return 1
+
+    def block_q(packed: int) -> int:
+        return _forward_plan(replace(spec.forward(), packed=packed), own).sizes["block_q"]
+
+    return packing.heads_to_pack(seqlen_q, group, block_q)
+
+
+@cache
+def _forward_plan(spec: Spec, arch: Arch) -> Plan:
+    return planner.plan(forward_nest.forward(spec), spec, arch)
+
+
 @cache
 def _forward(spec: Spec, arch: Arch) -> Stages:
-    return forward_with(spec, planner.plan(forward_nest.forward(spec), spec, arch))
+    return forward_with(spec, _forward_plan(spec, arch))
 
 
 def forward_with(spec: Spec, plan: Plan) -> Stages:

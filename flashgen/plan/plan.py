@@ -104,7 +104,7 @@ class Plan:
     producer_warps: warps behind the computing ones, of which one thread loads; role_registers: of the two roles.
     mbarriers: names and counts of those behind the tiles. covered_by_output: tiles over which O lies on its way out.
     keys_in_cache: keys (with their values) of which a third of the L2 is full.
-    packed: query heads that share a tile of queries.
+    packed: query heads that share a tile of queries. variants: a sentence for each other kernel that a call may choose.
     """
 
     kernel: str
@@ -122,6 +122,7 @@ class Plan:
     covered_by_output: tuple[str, ...] = ()
     keys_in_cache: int = 0
     packed: int = 1
+    variants: tuple[str, ...] = field(default=(), compare=False)
     source: str = "cost model"
     verdicts: tuple[Verdict, ...] = field(default=(), repr=False, compare=False)
 
@@ -222,7 +223,8 @@ class Plan:
         if not self.verdicts:
             return self.text()
         ranked = [verdict for verdict in self.verdicts if not verdict.rejection]
-        lines = [self.text().rstrip(), "  candidates that fit, best first (clocks a multiprocessor spends on a MFLOP):"]
+        lines = [self.text().rstrip(), *(f"  {sentence}" for sentence in self.variants)]
+        lines += ["  candidates that fit, best first (clocks a multiprocessor spends on a MFLOP):"]
         lines += [f"    {verdict.cost:8.1f}  {verdict.candidate}: {verdict.why}" for verdict in ranked]
         lines.append("  rejected:")
         lines += [f"    {verdict.candidate}: {verdict.rejection}" for verdict in self.verdicts if verdict.rejection]

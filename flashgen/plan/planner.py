@@ -28,6 +28,7 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
         least = min(verdicts, key=lambda v: (v.unfit, _blocks_product(v.candidate), str(v.candidate)))
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
     chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
+    source += ", with one head in a tile" * (spec.packed > 1 and source.startswith("measurement"))
     return replace(make(kernel, spec, arch, chosen), verdicts=tuple(verdicts), source=source)
 
 

@@ -32,6 +32,9 @@ STEP_LATENCY = 300
 FIXED_ORDER = 1.01
 # Q in two stages, so that the next tile's is loaded early. A guess, not yet measured: behind the same without it.
 Q_AHEAD = 1.001
+PACKING = (
+    "calls with few queries of grouped heads take a kernel in which 2 to 64 heads share a tile (--packed shows it)"
+)
 BARRIER_BYTES = 256  # at most, with the places of the next tiles
 PLACE_BYTES = 32
 INPUTS = (("q_tile", "block_q", "head_dim"), ("k_tile", "block_kv", "head_dim"), ("v_tile", "block_kv", "head_dim_v"))
@@ -71,6 +74,7 @@ def make(
         covered_by_output=covered,
         keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
         packed=heads_in_tile(kernel),
+        variants=(PACKING,) if heads_in_tile(kernel) == 1 else (),
     )
 
 
