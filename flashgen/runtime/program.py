@@ -79,7 +79,13 @@ class Program:
         return Bound(self, template, offsets, maps, batch_bytes, (blocks, heads, batches))
 
     def _check_tiles(self, sizes: Mapping[str, int | float]) -> None:
-        """Tiles of a persistent grid are numbered by 32-bit integers. Raises ValueError where there are too many."""
+        """Tiles of a persistent grid are numbered by 32-bit integers, and have heads of one key head.
+
+        Raises ValueError where there are too many, or heads of several.
+        """
+        packed = self.stages.plan.packed
+        if sizes["group"] % packed:
+            raise ValueError(f"groups of {sizes['group']} heads are no multiple of the {packed} of a tile")
         tiles = math.prod(int(evaluate(axis.extent, sizes)) for axis in self.stages.tile.axes)
         if self.stages.plan.persistent and tiles >= MAX_TILES:
             raise ValueError(f"{tiles} tiles of queries exceed the {MAX_TILES} of one launch; split the batch")

@@ -112,6 +112,12 @@ def test_the_limit_counts_tiles_of_several_heads(gpu):
         eight._check_tiles({**eight.stages.plan.sizes, **sizes, "batches": MAX_TILES // 4096 + 1})
 
 
+def test_a_tile_never_reaches_into_another_group(gpu):
+    (program,) = api.programs("forward", specs(8)[0], parse_arch("sm_90a"))
+    with pytest.raises(ValueError, match="groups of 12 heads are no multiple of the 8 of a tile"):
+        program._check_tiles({**program.stages.plan.sizes, "group": 12, "seqlen_q": 1, "heads": 24, "batches": 1})
+
+
 def specs(*packed):
     return [api.Spec(128, 128, causal=True, packed=count) for count in packed]
 

@@ -187,8 +187,8 @@ def test_packed_tiles_of_slices(fresh, spec):
 
 
 @pytest.mark.parametrize("spec", [Spec(128, True)], ids=str)
-def test_packed_tiles_touch_nothing_else(fresh, spec):
-    """Rows behind the queries, of other heads, are outputs too: each is written once, by its own tile."""
+def test_packed_tiles_repeat_bit_for_bit(fresh, spec):
+    """Rows of a tile behind a head's last query are written by nobody: else, as NaN, over those of another head."""
     q, k, v, _ = inputs(spec, 2, 3, 700, 16, 2)
     with torch.no_grad():
         first = fresh(q, k, v, return_lse=True)
