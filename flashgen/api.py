@@ -205,7 +205,7 @@ class Kernel:
         return {program.name: KernelReport.of(program) for program in every}
 
     def explain(self) -> str:
-        """Why each plan is what it is: the choice, the ranking, the rejections."""
+        """Why each plan is what it is: the choice, the ranking, the rejections. A call that packs heads has another."""
         return "\n".join(plan.explain() for plan in self.plan.values())
 
     def __call__(self, q: Any, k: Any, v: Any, *, scale: float | None = None, return_lse: bool = False) -> Any:
@@ -318,9 +318,19 @@ class Kernel:
         if arch.portable and any(step <= 0 for name in ("q", "k", "v", "dout") for step in strides.get(name, ())):
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
             arch = portable_record(arch)
-        made = self.programs(stage, replace(self.spec, aligned=aligned), arch)
+        spec = replace(self.spec, aligned=aligned)
+        made = self.programs(stage, self._packed(spec, arch, problem) if stage == "forward" else spec, arch)
         call.launches = self._launches(stage, made, call, strides)
         return call
+
+    def _packed(self, spec: Spec, arch: Arch, problem: Problem) -> Spec:
+        """The spec of a forward, with as many heads in a tile as its queries leave room for."""
+        from flashgen import build
+
+        packed = build.heads_to_pack(spec, arch, problem.seqlen_q, problem.heads // problem.heads_kv)
+        if packed > 1:
+            log.debug("%s: %d heads share a tile of queries", self, packed)
+        return replace(spec, packed=packed)
 
     def _launches(self, stage: str, made: tuple[Program, ...], call: Call, strides: dict) -> tuple[Bound, ...]:
         """Bind each program to the strides of its arrays, and note the workspaces."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from flashgen import debug, lower
@@ -13,7 +13,7 @@ from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.printer import kernel_text
-from flashgen.plan import planner, sm90_backward
+from flashgen.plan import packing, planner, sm90_backward
 from flashgen.plan.arch import TOY, Arch, check_real, portable_record
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
@@ -55,15 +55,31 @@ def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
 
 
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
-    """The forward's one kernel."""
-    return (_forward(spec.forward(), arch),)
+    """The forward's one kernel; heads are packed where the chip's own family has it."""
+    own = arch_for("attention_forward", spec, arch)
+    return (_forward(spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1), own),)
+
+
+def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
+    """How many heads of a group the forward should pack into a tile, for so many queries."""
+    own = arch_for("attention_forward", spec, arch)
+    if own.family != "sm90":
+        return 1
+
+    def block_q(packed: int) -> int:
+        return _forward_plan(replace(spec.forward(), packed=packed), own).sizes["block_q"]
+
+    return packing.heads_to_pack(seqlen_q, group, block_q)
+
+
+@cache
+def _forward_plan(spec: Spec, arch: Arch) -> Plan:
+    return planner.plan(forward_nest.forward(spec), spec, arch)
 
 
 @cache
 def _forward(spec: Spec, arch: Arch) -> Stages:
-    arch = arch_for("attention_forward", spec, arch)
-    nest = forward_nest.forward(spec)
-    return forward_with(spec, planner.plan(nest, spec, arch))
+    return forward_with(spec, _forward_plan(spec, arch))
 
 
 def forward_with(spec: Spec, plan: Plan) -> Stages:
@@ -73,7 +89,11 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 
 @cache
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
-    """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq."""
+    """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq.
+
+    None of them packs heads.
+    """
+    spec = replace(spec, packed=1)
     arch = arch_for("attention_backward", spec, arch)
     nest = backward_nests.backward(spec)
     return backward_with(spec, planner.plan(nest, spec, arch))

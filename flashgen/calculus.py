@@ -3,7 +3,7 @@
 A mask is a conjunction of comparisons that are affine in the tile coordinates i, j and in a loop variable. Its extremes
 over a tile are at the corners, which gives three answers for a block without looking at its elements: ALWAYS visible
 (no mask is needed), NEVER (the loop does not go there), MAYBE (masked element by element).
-Dimensions (block_q, block_kv) count as positive constants.
+Dimensions (block_q, block_kv) count as positive constants. A remainder of a coordinate counts as a coordinate.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from flashgen.ir.expr import Binary, Compare, Const, Expr, Var, maximum, minimum, text, variables
+from flashgen.ir.expr import Binary, Compare, Const, Expr, Var, maximum, minimum, rebuild, text, variables
 
 Ranges = Mapping[str, tuple[Expr, Expr]]
 
@@ -50,12 +50,26 @@ def _is_factor(expr: Expr, names: set[str]) -> bool:
 
 def extreme(expr: Expr, ranges: Ranges, upper: bool) -> Expr:
     """The largest (or least) value of an affine expression over the ranges of its variables."""
+    remainders: dict[str, tuple[Expr, Expr]] = {}
+    expr = _named_remainders(expr, ranges, remainders)
+    ranges = {**ranges, **remainders}
     terms, value = affine(expr, set(ranges))
     for name, term in terms.items():
         low, high = ranges[name]
         end = high if (term.sign > 0) == upper else low
         value = value + end * term.factor if term.sign > 0 else value - end * term.factor
     return value
+
+
+def _named_remainders(expr: Expr, ranges: Ranges, found: dict[str, tuple[Expr, Expr]]) -> Expr:
+    """The expression with each remainder of a coordinate as a variable, whose range is noted in `found`.
+
+    The coordinate's own range starts at 0 and is a multiple of the divisor, so that every remainder occurs.
+    """
+    if isinstance(expr, Binary) and expr.op == "%" and isinstance(expr.x, Var) and expr.x.name in ranges:
+        found[text(expr)] = (Const(0), expr.y - 1)
+        return Var(text(expr))
+    return rebuild(expr, lambda child: _named_remainders(child, ranges, found))
 
 
 def conjuncts(mask: Expr) -> Iterator[Compare]:

@@ -9,6 +9,7 @@ from typing import Any
 from flashgen.ir.dtype import BF16, STORAGE, DType
 
 MAX_HEAD_DIM = 256
+MAX_PACKED = 64
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Spec:
     causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q.
     deterministic: the backward repeats bit for bit.
     aligned: rows of all inputs start on 16-byte boundaries, so that tiles are copied 16 bytes at a time.
+    packed: query heads of one key head that share a tile of queries in the forward; a power of two that divides the
+        group, up to 64. Only Hopper's forward packs, the others take it for 1.
     """
 
     head_dim: int = 128
@@ -28,6 +31,7 @@ class Spec:
     causal: bool = False
     deterministic: bool = False
     aligned: bool = True
+    packed: int = 1
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -37,6 +41,8 @@ class Spec:
                 raise ValueError(
                     f"{name} = {value} must be a multiple of 8 from 8 to {MAX_HEAD_DIM}; pad the last axis"
                 )
+        if self.packed not in (1, 2, 4, 8, 16, 32, MAX_PACKED):
+            raise ValueError(f"packed = {self.packed} must be a power of two up to {MAX_PACKED}")
 
     def forward(self) -> Spec:
         """The part that the forward depends on: specs that differ only in the backward share its kernel."""
@@ -46,6 +52,7 @@ class Spec:
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         flags = [name for name in ("causal", "deterministic") if getattr(self, name)]
         flags += [] if self.aligned else ["unaligned"]
+        flags += [f"packed{self.packed}"] if self.packed > 1 else []
         return "_".join([dims, self.dtype.cuda, *flags])
 
 

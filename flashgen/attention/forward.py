@@ -3,6 +3,9 @@
 With m the running row maximum, l the running denominator and o the unnormalised output (FlashAttention, algorithm 1):
     m' = max(m, rowmax s)     p = exp(s - m')     l' = exp(m - m') l + rowsum p     o' = exp(m - m') o + p v
 The exponentials are taken in base 2 with scale * log2(e) folded into one multiply-add.
+
+Where packed, the rows of a block are several query heads of one key head, the same positions of each: few queries, as
+in decoding, then fill a tile, and keys and values are read once for all of these heads.
 """
 
 from __future__ import annotations
@@ -13,11 +16,10 @@ from flashgen.attention import parts
 from flashgen.attention.parts import (
     BATCHES,
     BLOCK_KV,
-    BLOCK_Q,
     GROUP,
     HEAD,
+    HEAD_BLOCK,
     HEAD_KV,
-    HEADS,
     KV_BLOCK,
     KV_START,
     Q_BLOCK,
@@ -41,15 +43,16 @@ def forward(spec: Spec) -> Kernel:
         level=Level.TILE,
         scalars=(*parts.SIZES, Scalar("scale_log2", F32)),
         axes=(
-            Axis("q_block", ceil_div(SEQLEN_Q, BLOCK_Q), longest_first=spec.causal),
-            Axis("head", HEADS),
+            Axis("q_block", ceil_div(SEQLEN_Q, parts.positions(spec)), longest_first=spec.causal),
+            parts.head_axis(spec),
             Axis("batch", BATCHES),
         ),
         buffers=_buffers(spec),
         body=(
+            *_first_head(spec),
             Let("head_kv", HEAD // GROUP),
-            Let("q_start", Q_BLOCK * BLOCK_Q),
-            Copy("q_tile", parts.rows_of("q", HEAD, Q_START)),
+            Let("q_start", Q_BLOCK * parts.positions(spec)),
+            Copy("q_tile", parts.rows_of("q", HEAD, Q_START, spec.packed)),
             Fill("o_acc", Const(0.0)),
             Fill("row_max", NEG_INF),
             Fill("row_sum", Const(0.0)),
@@ -58,6 +61,13 @@ def forward(spec: Spec) -> Kernel:
             *_epilogue(spec),
         ),
     )
+
+
+def _first_head(spec: Spec) -> tuple[Stmt, ...]:
+    """The first query head of a block that packs several."""
+    if spec.packed == 1:
+        return ()
+    return (Let("head", HEAD_BLOCK * spec.packed, note="of the heads that share this tile"),)
 
 
 def _buffers(spec: Spec) -> tuple[Buffer, ...]:
@@ -115,8 +125,8 @@ def _epilogue(spec: Spec) -> tuple[Stmt, ...]:
             "lse_row",
             select(empty, NEG_INF, load("offset", I) * Const(math.log(2.0)) + log(load("row_sum", I))),
         ),
-        Copy(parts.rows_of("lse", HEAD, Q_START), "lse_row"),
+        Copy(parts.rows_of("lse", HEAD, Q_START, spec.packed), "lse_row"),
         Map("o_out", Cast(spec.dtype, load("o_acc", I, J) * load("inverse", I))),
         Copy("o_tile", "o_out"),
-        Copy(parts.rows_of("o", HEAD, Q_START), "o_tile"),
+        Copy(parts.rows_of("o", HEAD, Q_START, spec.packed), "o_tile"),
     )

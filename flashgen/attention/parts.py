@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from flashgen.ir.dtype import F32, I32
 from flashgen.ir.expr import Expr, I, J, Var
-from flashgen.ir.nodes import Buffer, Scalar, Space, Window
+from flashgen.ir.nodes import Axis, Buffer, Scalar, Space, Window
 from flashgen.spec import Spec
 
-BATCH, HEAD, HEAD_KV = Var("batch"), Var("head"), Var("head_kv")
+BATCH, HEAD, HEAD_KV, HEAD_BLOCK = Var("batch"), Var("head"), Var("head_kv"), Var("head_block")
 Q_BLOCK, KV_BLOCK = Var("q_block"), Var("kv_block")
 Q_START, KV_START = Var("q_start"), Var("kv_start")
 BLOCK_Q, BLOCK_KV = Var("block_q"), Var("block_kv")
@@ -45,17 +45,29 @@ def register(name: str, *shape: str, dtype=F32) -> Buffer:
     return Buffer(name, shape, dtype, Space.REGISTER)
 
 
-def rows_of(buffer: str, head: Expr, start: Expr) -> Window:
-    """The tile of a tensor that starts at a row."""
-    return Window(buffer, (BATCH, head, start))
+def rows_of(buffer: str, head: Expr, start: Expr, heads: int = 1) -> Window:
+    """The tile of a tensor that starts at a row; where packed, the rows of several heads."""
+    return Window(buffer, (BATCH, head, start), heads)
+
+
+def positions(spec: Spec) -> Expr:
+    """Queries of each head in a tile of queries."""
+    return BLOCK_Q // spec.packed
+
+
+def head_axis(spec: Spec) -> Axis:
+    """The grid axis of the query heads, or of blocks of them where several share a tile."""
+    return Axis("head", HEADS) if spec.packed == 1 else Axis(HEAD_BLOCK.name, HEADS // spec.packed)
 
 
 def visible(spec: Spec, transposed: bool = False) -> Expr:
     """Which elements of a score tile take part: keys that exist and, for causal, are not in the query's future.
 
-    Rows of the tile are queries and columns keys, or the other way round where the tile is transposed.
+    Rows of the tile are queries (where packed, those of one head after those of another) and columns keys, or the other
+    way round where the tile is transposed.
     """
-    q_idx = Q_START + (J if transposed else I)
+    row = J if transposed else I
+    q_idx = Q_START + (row if spec.packed == 1 else row % positions(spec))
     kv_idx = KV_START + (I if transposed else J)
     mask = kv_idx < SEQLEN_K
     if spec.causal:

@@ -41,6 +41,7 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         click.option("--causal/--full", help="Which keys a query sees.  [default: full]"),
         click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
+        click.option("--packed", type=int, default=1, help="Query heads that share a tile, on sm_90a: 2, 4 ... 64."),
         click.option("--arch", default="sm_80", show_default=True, help=f"{', '.join(ARCHES)}."),
         click.option("--sram", type=ByteCount(), help="Pretend that a block has this much shared memory: 64KiB, 96K."),
         click.option(
@@ -61,11 +62,18 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
 
 
 def parse_problem(
-    head_dim: int, head_dim_v: int | None, causal: bool, dtype: str, deterministic: bool, arch: str, sram: int | None
+    head_dim: int,
+    head_dim_v: int | None,
+    causal: bool,
+    dtype: str,
+    deterministic: bool,
+    packed: int,
+    arch: str,
+    sram: int | None,
 ) -> tuple[Spec, Arch]:
     """The spec and the chip that the options stand for. Raises ValueError, with one sentence, for what is not one."""
     width = head_dim if head_dim_v is None else head_dim_v
-    spec = Spec(head_dim, width, parse_dtype(dtype), causal, deterministic)
+    spec = Spec(head_dim, width, parse_dtype(dtype), causal, deterministic, packed=packed)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)
 

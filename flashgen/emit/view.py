@@ -153,6 +153,9 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
         return view | {"condition": names.uniform(stmt.condition)}
     if isinstance(stmt, MmaSync):
         view |= _product(stmt, names)
+    if isinstance(stmt, base.StoreRows):
+        positions = _positions(stmt.dst, names.kernel.buffer(stmt.src), names)
+        view |= {"positions": positions, "head_stride": f"args.{stmt.dst.buffer}.head_stride"}
     if isinstance(stmt, sm90.Sm90Stmt):
         view |= _hopper(stmt, names)
     for item in fields(stmt):
@@ -213,7 +216,9 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
         more = {"full": _barrier(stmt.dst, "full", names), "policy": policy, "beside_bytes": " + ".join(beside)}
         return _box(stmt.src, names) | more
     if isinstance(stmt, sm90.TmaStore):
-        return _box(stmt.dst, names)
+        tile = camel(stmt.src.buffer)
+        positions = _positions(stmt.dst, names.kernel.buffer(stmt.src.buffer), names)
+        return _box(stmt.dst, names) | {"types": f"{tile}, {positions}" if positions else tile}
     if isinstance(stmt, sm90.Describe):
         step = {sm90.OWN_ROWS: "WARPGROUP_STEP", sm90.OWN_COLUMNS: "PANEL_STEP"}.get(stmt.part, "")
         return {"operand": names.operand(stmt), "step": step}
@@ -242,6 +247,11 @@ def _box(window: Window, names: Names) -> Fields:
     """Where TMA copies from or to."""
     batch, head, row = (names.uniform(index) for index in window.origin)
     return {"tensor": window.buffer, "batch": batch, "head": head, "row": row}
+
+
+def _positions(window: Window, tile: Buffer, names: Names) -> str:
+    """Rows of each head in a tile that several share; empty where its rows are those of one."""
+    return names.uniform(Var(tile.shape[0]) // window.heads) if window.heads > 1 else ""
 
 
 def _barrier(tile: Tile, kind: str, names: Names) -> str:

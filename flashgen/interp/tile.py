@@ -143,6 +143,9 @@ class _Block:
         return array, tuple(index), tuple(inner), elements * self.buffers[window.buffer].dtype.bytes
 
     def load(self, stmt: Stmt, window: Window, shape: tuple[int, ...]) -> np.ndarray:
+        if window.heads > 1:
+            part_shape = (shape[0] // window.heads, *shape[1:])
+            return np.concatenate([self.load(stmt, part, part_shape) for part in window.each_head()], axis=1)
         array, index, inner, moved = self.window(window, shape)
         self.tell(stmt, READ, moved)
         part = array[index]
@@ -153,6 +156,10 @@ class _Block:
         return tile
 
     def store(self, stmt: Stmt, window: Window, value: np.ndarray) -> None:
+        if window.heads > 1:
+            for part, rows in zip(window.each_head(), np.split(value, window.heads, axis=1), strict=True):
+                self.store(stmt, part, rows)
+            return
         array, index, inner, moved = self.window(window, value.shape[1:])
         self.tell(stmt, WRITE, moved)
         array[index] = value[inner]

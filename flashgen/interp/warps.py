@@ -150,19 +150,19 @@ class Block:
     # Global memory
 
     def window(self, warp: Warp, window: Window, shape: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
-        """The (seqlen[, head_dim]) array that a window lies in, and the window's first row (and column)."""
-        origin = tuple(warp.uniform(expr) for expr in window.origin)
-        batch, head, *inner = origin
+        """The (heads, seqlen[, head_dim]) array that a window lies in, and its first head, row (and column)."""
+        batch, *origin = (warp.uniform(expr) for expr in window.origin)
+        head, last = origin[0], origin[0] + window.heads - 1
         array = self.arrays[window.buffer]
-        if not (0 <= batch < array.shape[0] and 0 <= head < array.shape[1]):
+        if not (0 <= batch < array.shape[0] and 0 <= head <= last < array.shape[1]):
             at = stmt_text(warp.at) if warp.at else ""
-            raise Hazard(f"warp {warp.index}, `{at}`: {window.buffer} has no batch {batch}, head {head}")
-        return array[batch, head], (*inner, *(0,) * (len(shape) - len(inner)))
+            raise Hazard(f"warp {warp.index}, `{at}`: {window.buffer} has no batch {batch}, head {last}")
+        return array[batch], (*origin, *(0,) * (len(shape) + 1 - len(origin)))
 
     def load(self, warp: Warp, window: Window, shape: tuple[int, ...], *index: np.ndarray) -> np.ndarray:
         """Elements (rows[, columns]) of a window, zero out of range; counts the bytes of those in range."""
         array, origin = self.window(warp, window, shape)
-        where, inside = _where(array, origin, index)
+        where, inside = _where(array, origin, _by_head(window, shape, index))
         self.trace.global_bytes_read += int(inside.sum()) * self.buffers[window.buffer].dtype.bytes
         values = np.zeros(inside.shape, np.float32)
         values[inside] = array[tuple(part[inside] for part in where)]
@@ -179,10 +179,15 @@ class Block:
     ) -> None:
         """Elements of a window, dropped out of range; `add` adds to what is there."""
         array, origin = self.window(warp, window, shape)
-        where, inside = _where(array, origin, index)
+        where, inside = _where(array, origin, _by_head(window, shape, index))
         self.trace.global_bytes_written += int(inside.sum()) * self.buffers[window.buffer].dtype.bytes
         target = tuple(part[inside] for part in where)
         array[target] = array[target] + values[inside] if add else values[inside]
+
+
+def _by_head(window: Window, shape: tuple[int, ...], index: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """The head, the position (and the column) of elements (rows[, columns]) of a tile."""
+    return (*np.divmod(index[0], shape[0] // window.heads), *index[1:])
 
 
 def _where(array: np.ndarray, origin: tuple[int, ...], index: tuple[np.ndarray, ...]):

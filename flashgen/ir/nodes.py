@@ -4,7 +4,7 @@
     scalar  = Scalar(name, dtype)                          a run-time argument: seqlen_q, group, scale_log2 ...
     buffer  = Buffer(name, shape, dtype, space, ...)       space = GLOBAL | SHARED | REGISTER
     axis    = Axis(name, extent, longest_first)            one grid axis; loops name their axis in For
-    window  = Window(buffer, origin)                       a tile of a global tensor (batch, head, row[, column])
+    window  = Window(buffer, origin, heads)                a tile of a global tensor (batch, head, row[, column])
     tile    = Tile(buffer, stage)                          one stage of a shared buffer
     stmt    = For | If | Let | Note                        both levels
             | Copy | Fill | Gemm | Map | RowReduce | Accumulate     TILE
@@ -70,8 +70,20 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Window:
+    """A tile of a global tensor that starts at `origin`.
+
+    heads: its rows are those of so many heads, the same positions of each, one head after the other: of n rows, row r
+    is position r % (n / heads) of head r / (n / heads), both counted from the origin.
+    """
+
     buffer: str
     origin: tuple[Expr, ...]
+    heads: int = 1
+
+    def each_head(self) -> tuple[Window, ...]:
+        """The same rows as a window for each head."""
+        batch, head, *rest = self.origin
+        return tuple(Window(self.buffer, (batch, head + k, *rest)) for k in range(self.heads))
 
 
 FIRST_STAGE = Const(0)

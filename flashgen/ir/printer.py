@@ -66,7 +66,10 @@ def _stmt(stmt: Stmt, depth: int) -> Iterator[str]:
 def place_text(place: Place) -> str:
     """A buffer, a window of a tensor or a stage of a shared tile."""
     if isinstance(place, Window):
-        return f"{place.buffer}[{', '.join(text(index) for index in place.origin)}]"
+        index = [text(part) for part in place.origin]
+        if place.heads > 1:
+            index[1] += f" .. {text(place.origin[1] + place.heads)}"
+        return f"{place.buffer}[{', '.join(index)}]"
     if isinstance(place, Tile):
         stage = text(place.stage)
         return place.buffer if stage == "0" else f"{place.buffer}@{stage}"

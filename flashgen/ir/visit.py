@@ -42,7 +42,7 @@ def substitute_stmt(stmt: Stmt, values: Mapping[str, Expr]) -> Stmt:
         if isinstance(value, Expr):
             changes[item.name] = substitute(value, values)
         elif isinstance(value, Window):
-            changes[item.name] = Window(value.buffer, tuple(substitute(index, values) for index in value.origin))
+            changes[item.name] = replace(value, origin=tuple(substitute(index, values) for index in value.origin))
         elif isinstance(value, Tile):
             changes[item.name] = Tile(value.buffer, substitute(value.stage, values))
         elif item.name == "body":
@@ -50,6 +50,12 @@ def substitute_stmt(stmt: Stmt, values: Mapping[str, Expr]) -> Stmt:
         elif isinstance(value, tuple):
             changes[item.name] = tuple(substitute(part, values) if isinstance(part, Expr) else part for part in value)
     return replace(stmt, **changes)  # type: ignore[arg-type]
+
+
+def heads_in_tile(kernel: Kernel) -> int:
+    """Heads whose rows share a tile of queries."""
+    windows = (item for stmt in statements(kernel.body) for item in (*stmt.reads(), *stmt.writes()))
+    return max((item.heads for item in windows if isinstance(item, Window)), default=1)
 
 
 def inline_lets(body: Body) -> dict[str, Expr]:

@@ -239,7 +239,10 @@ class FenceStores(Sm90Stmt):
 
 @dataclass(frozen=True)
 class TmaStore(Sm90Stmt):
-    """dst = src for the 64 rows of a warpgroup, read from shared memory until WaitStored; clipped to what exists."""
+    """dst = src for the 64 rows of a warpgroup, read from shared memory until WaitStored; clipped to what exists.
+
+    Where dst has several heads, the 64 rows are those of whole heads, or whole parts of one.
+    """
 
     dst: Window
     src: Tile
@@ -313,12 +316,19 @@ def mapped(kernel: Kernel) -> set[str]:
     return {array for array, _ in _transfers(kernel)}
 
 
-def box_rows(kernel: Kernel, array: str, sizes: Mapping[str, int]) -> int:
-    """Rows that one copy by TMA moves: those of the shared tile, or a warpgroup's 64 of a tile that is stored."""
+def box(kernel: Kernel, array: str, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Positions and heads that one copy by TMA moves: the shared tile, or a warpgroup's 64 rows of one that is stored.
+
+    Raises ValueError where the rows of a warpgroup are no box.
+    """
     stmt = next(stmt for name, stmt in _transfers(kernel) if name == array)
-    if isinstance(stmt, TmaStore):
-        return WARPGROUP_ROWS
-    return sizes[kernel.buffer(stmt.dst.buffer).shape[0]]
+    if isinstance(stmt, TmaLoad):
+        heads = stmt.src.heads
+        return sizes[kernel.buffer(stmt.dst.buffer).shape[0]] // heads, heads
+    positions = sizes[kernel.buffer(stmt.src.buffer).shape[0]] // stmt.dst.heads
+    if WARPGROUP_ROWS % positions and positions % WARPGROUP_ROWS:
+        raise ValueError(f"{kernel.name}: {WARPGROUP_ROWS} rows of heads of {positions} are no box")
+    return min(positions, WARPGROUP_ROWS), max(WARPGROUP_ROWS // positions, 1)
 
 
 def _transfers(kernel: Kernel) -> Iterator[tuple[str, TmaLoad | TmaStore]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from flashgen.ir.nodes import For, If, Kernel, Let, Level, Note, Space
 from flashgen.ir.verify import VerifyError, check_names
-from flashgen.ir.visit import statements
+from flashgen.ir.visit import heads_in_tile, statements
 from flashgen.machine.base import MachineStmt, ReduceRows
 from flashgen.machine.sm80 import MmaSync
 from flashgen.machine.sm80_hazards import hazards
-from flashgen.machine.sm90 import PANEL, Wgmma
+from flashgen.machine.sm90 import PANEL, Wgmma, box, mapped
 from flashgen.plan.plan import Plan
 
 
@@ -27,8 +27,12 @@ def machine(kernel: Kernel, plan: Plan) -> None:
         if isinstance(stmt, ReduceRows) and kernel.buffer(stmt.src).warps[1] != 1:  # type: ignore[index]
             raise VerifyError(f"{kernel.name}: rows of {stmt.src} are spread over several warps; a row needs one")
     if plan.arch.family == "sm80":
+        if heads_in_tile(kernel) > 1:
+            raise VerifyError(f"{kernel.name}: heads share a tile, which no sm80 statement copies")
         for hazard in hazards(kernel, plan):
             raise VerifyError(f"{kernel.name}: {hazard}")
+    for array in sorted(mapped(kernel)):
+        box(kernel, array, plan.sizes)
 
 
 def _check_wgmma(kernel: Kernel, plan: Plan, stmt: Wgmma) -> None:

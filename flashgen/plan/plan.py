@@ -106,6 +106,7 @@ class Plan:
     producer_warps: warps behind the computing ones, of which one thread loads; role_registers: of the two roles.
     mbarriers: names and counts of those behind the tiles. covered_by_output: tiles over which O lies on its way out.
     keys_in_cache: keys (with their values) of which a third of the L2 is full.
+    packed: query heads that share a tile of queries. variants: a sentence for each other kernel that a call may choose.
     """
 
     kernel: str
@@ -122,6 +123,8 @@ class Plan:
     mbarriers: tuple[tuple[str, int], ...] = ()
     covered_by_output: tuple[str, ...] = ()
     keys_in_cache: int = 0
+    packed: int = 1
+    variants: tuple[str, ...] = field(default=(), compare=False)
     source: str = "cost model"
     verdicts: tuple[Verdict, ...] = field(default=(), repr=False, compare=False)
 
@@ -198,6 +201,9 @@ class Plan:
         """The decisions, as kept in generated/: no costs, no rejections."""
         lines = [f"plan {self.kernel} for {self.arch.name}", f"  tile {self.candidate} (chosen by {self.source})"]
         lines.append("  " + ", ".join(f"{name} = {size}" for name, size in self.dims))
+        if self.packed > 1:
+            rows = self.sizes["block_q"]
+            lines.append(f"  {self.packed} query heads share a tile, {rows // self.packed} queries of each")
         lines.append(
             f"  {self.threads} threads, about {self.registers} registers each, {self.min_blocks} a multiprocessor"
         )
@@ -219,7 +225,8 @@ class Plan:
         if not self.verdicts:
             return self.text()
         ranked = [verdict for verdict in self.verdicts if not verdict.rejection]
-        lines = [self.text().rstrip(), "  candidates that fit, best first (clocks a multiprocessor spends on a MFLOP):"]
+        lines = [self.text().rstrip(), *(f"  {sentence}" for sentence in self.variants)]
+        lines += ["  candidates that fit, best first (clocks a multiprocessor spends on a MFLOP):"]
         lines += [f"    {verdict.cost:8.1f}  {verdict.candidate}: {verdict.why}" for verdict in ranked]
         lines.append("  rejected:")
         lines += [f"    {verdict.candidate}: {verdict.rejection}" for verdict in self.verdicts if verdict.rejection]

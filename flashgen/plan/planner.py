@@ -29,6 +29,7 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
         least = min(verdicts, key=_size)
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
     chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
+    source += ", with one head in a tile" * (spec.packed > 1 and source.startswith("measurement"))
     return replace(make(kernel, spec, arch, chosen), verdicts=tuple(verdicts), source=source)
 
 

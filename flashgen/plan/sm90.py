@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import product
 
 from flashgen.ir.nodes import Kernel
+from flashgen.ir.visit import heads_in_tile
 from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import tile_names
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
@@ -31,6 +32,9 @@ STEP_LATENCY = 300
 FIXED_ORDER = 1.01
 # Q in two stages, so that the next tile's is loaded early. A guess, not yet measured: behind the same without it.
 Q_AHEAD = 1.001
+PACKING = (
+    "calls with few queries of grouped heads take a kernel in which 2 to 64 heads share a tile (--packed shows it)"
+)
 BARRIER_BYTES = 256  # at most, with the places of the next tiles
 PLACE_BYTES = 32
 INPUTS = (("q_tile", "block_q", "head_dim"), ("k_tile", "block_kv", "head_dim"), ("v_tile", "block_kv", "head_dim_v"))
@@ -69,6 +73,8 @@ def make(
         mbarriers=_mbarriers(candidate, covered),
         covered_by_output=covered,
         keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
+        packed=heads_in_tile(kernel),
+        variants=(PACKING,) if heads_in_tile(kernel) == 1 else (),
     )
 
 
@@ -122,7 +128,10 @@ def registers(sizes: dict[str, int]) -> int:
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
     """Reject a candidate with a sentence, or give its cost."""
     sizes = sizes | dict(candidate.blocks)
-    warpgroups = candidate.warps // 4 - 1
+    warpgroups, packed = candidate.warps // 4 - 1, heads_in_tile(kernel)
+    if packed > 1 and sizes["block_q"] & (sizes["block_q"] - 1):
+        sentence = f"{sizes['block_q']} rows of {packed} heads: the 64 of a warpgroup do not leave by one copy"
+        return Verdict(candidate, rejection=sentence, unfit=True)
     needed = max(place.end for place in allocate(sizes, candidate, arch.shared_per_block)[0]) + BARRIER_BYTES
     if needed > arch.shared_per_block:
         excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:g} KiB of a block"

@@ -12,7 +12,7 @@ from flashgen.build import Stages
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import evaluate
 from flashgen.ir.nodes import Buffer, Space
-from flashgen.machine.sm90 import box_rows, mapped
+from flashgen.machine.sm90 import box, mapped
 from flashgen.runtime import tile_counters
 from flashgen.runtime.compile import Cubin, nvrtc
 from flashgen.runtime.launch import MAX_BLOCKS, Launcher
@@ -80,7 +80,13 @@ class Program:
         return struct.pack(f"<{1 + count}q", 0, *strides[item.name][:count])
 
     def _check_tiles(self, sizes: Mapping[str, int | float]) -> None:
-        """Tiles of a persistent grid are numbered by 32-bit integers. Raises ValueError where there are too many."""
+        """Tiles of a persistent grid are numbered by 32-bit integers, and have heads of one key head.
+
+        Raises ValueError where there are too many, or heads of several.
+        """
+        packed = self.stages.plan.packed
+        if sizes["group"] % packed:
+            raise ValueError(f"groups of {sizes['group']} heads are no multiple of the {packed} of a tile")
         if not self.stages.plan.persistent:
             return
         tiles = math.prod(int(evaluate(axis.extent, sizes)) for axis in self.stages.tile.axes)
@@ -88,10 +94,10 @@ class Program:
             raise ValueError(f"{tiles} tiles of queries exceed the {MAX_TILES} of one launch; split the batch")
 
     def _map(self, item: Buffer, strides: Strides, scalars: Mapping[str, int | float]) -> TensorMap:
-        """How TMA sees an array of (batch, head, row, column): a box is 64 columns of one block of rows."""
+        """How TMA sees an array of (batch, head, row, column): a box is 64 columns of some rows of some heads."""
         batches, heads, rows, cols = (int(scalars[dim]) for dim in item.shape)
-        box = (64, box_rows(self.stages.machine, item.name, self.stages.plan.sizes))
-        return TensorMap(item.dtype.name, (cols, rows, heads, batches), tuple(reversed(strides[:3])), box)
+        block = (64, *box(self.stages.machine, item.name, self.stages.plan.sizes))
+        return TensorMap(item.dtype.name, (cols, rows, heads, batches), tuple(reversed(strides[:3])), block)
 
 
 class Bound:

@@ -19,13 +19,13 @@ class TensorMap:
     """The map of one array but for its address.
 
     sizes: (columns, rows, heads, batches). strides: of rows, heads and batches, in elements of 16 bits.
-    box: (columns, rows) of one load.
+    box: (columns, rows, heads) of one copy.
     """
 
     dtype: str
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    box: tuple[int, int]
+    box: tuple[int, int, int]
     _known: dict[int, bytes] = field(default_factory=dict)
 
     def at(self, address: int) -> bytes:
@@ -46,7 +46,7 @@ class TensorMap:
         # The stride of a dimension of one element is never used, but has to be a multiple of 16 bytes.
         steps = [2 * stride if size > 1 else 16 for stride, size in zip(self.strides, self.sizes[1:], strict=True)]
         strides = (ctypes.c_uint64 * 3)(*steps)
-        box = (ctypes.c_uint32 * 4)(*self.box, 1, 1)
+        box = (ctypes.c_uint32 * 4)(*self.box, 1)
         ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
         kinds = (NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO)
         failed = libcuda().cuTensorMapEncodeTiled(

@@ -193,6 +193,18 @@ __device__ __forceinline__ void store_rows(float* target, const float (&rows)[RO
   }
 }
 
+// The rows of several heads, POSITIONS of each; rows_left: positions from the first one on.
+template <class Layout, int POSITIONS, int ROWS>
+__device__ __forceinline__ void store_rows_of_heads(float* target, int64 head_stride, const float (&rows)[ROWS], int rows_left) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    const int head = Layout::row(i) / POSITIONS, position = Layout::row(i) % POSITIONS;
+    if (threadIdx.x % 4 == 0 && Layout::first_col() == 0 && position < rows_left) {
+      target[head * head_stride + position] = rows[i];
+    }
+  }
+}
+
 // Packed pairs of a register tile go to their places in a shared tile.
 template <class Layout, class Tile, int ROWS, int PAIRS>
 __device__ __forceinline__ void store_fragment(SharedAddress tile, const uint32 (&packed)[ROWS][PAIRS]) {

@@ -115,16 +115,25 @@ __device__ __forceinline__ int thread_by_columns() {
 // This thread's writes to shared memory will be seen by TMA and by products, which read through another proxy.
 __device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// One thread starts the copy of a warpgroup's 64 rows; what is out of range is not written.
-template <class Tile>
+// One thread starts the copy of a warpgroup's 64 rows; what is out of range is not written. Of a tile that several heads
+// share, POSITIONS rows of each, these are whole heads, or a part of one.
+template <class Tile, int POSITIONS = Tile::ROWS>
 __device__ __forceinline__ void tma_store(const TensorMap& map, int row, int head, int batch, SharedAddress tile, int warpgroup) {
   if (threadIdx.x % 128 != 0) return;
+  constexpr bool ONE_HEAD = POSITIONS == Tile::ROWS;
+  static_assert(ONE_HEAD || 64 % POSITIONS == 0 || POSITIONS % 64 == 0, "the 64 rows are a box");
   const int first = 64 * warpgroup;
+  if (ONE_HEAD) {  // the compiler does not know that `first` is less than the rows of a tile, and would divide
+    row += first;
+  } else {
+    row += first % POSITIONS;
+    head += first / POSITIONS;
+  }
 #pragma unroll
   for (int panel = 0; panel < Tile::PANELS; ++panel) {
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-        "r"(tile.address() + panel * Tile::PANEL_BYTES + first * 128), "r"(panel * 64), "r"(row + first), "r"(head), "r"(batch)
+        "r"(tile.address() + panel * Tile::PANEL_BYTES + first * 128), "r"(panel * 64), "r"(row), "r"(head), "r"(batch)
         : "memory");
   }
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

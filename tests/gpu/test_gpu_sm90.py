@@ -109,6 +109,95 @@ def test_the_other_layout(kernel, spec):
     assert torch.equal(o.transpose(1, 2), flashgen.compile(64, True)(q, k, v))
 
 
+GROUPS = (2, 4, 8, 16)
+HEADS_KV = 2
+
+
+def heads_in_tile(kernel):
+    """Of the kernel that the last forward of a call was prepared for."""
+    calls = [call for call in kernel._bound.values() if not call.backward]
+    return calls[-1].launches[0].program.stages.plan.packed
+
+
+@pytest.fixture
+def fresh(spec, kernel):
+    """A kernel object without calls, so that the last one is this test's; its programs are those of all."""
+    from flashgen.api import Kernel
+
+    return Kernel(kernel.spec, kernel.arch, kernel.layout, kernel.target, False)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3, 17, 64])
+@pytest.mark.parametrize("spec", MAIN, ids=str)
+def test_few_queries_of_grouped_heads_share_a_tile(fresh, spec, seqlen_q):
+    """Keys that are fewer than the queries (causal: rows without keys), a few tiles of them, and many."""
+    found = []
+    for group in GROUPS:
+        for seed, seqlen_k in enumerate((2, 200, 3001)):
+            arrays = inputs(spec, 3, seqlen_q, seqlen_k, HEADS_KV * group, HEADS_KV, seed=seed)
+            sentences = support.failures(attend(fresh), *arrays, causal=spec.causal)
+            found += [f"group {group}, {seqlen_k} keys: {sentence}" for sentence in sentences]
+            assert heads_in_tile(fresh) > 1
+    report(found)
+
+
+@pytest.mark.parametrize("spec", [*MAIN, Spec(64, True, dtype="float16"), Spec(192, True, 128)], ids=str)
+def test_packed_tiles_of_every_number_of_heads(fresh, spec):
+    """Several blocks of queries, ragged at the end; one query; two blocks of heads; groups of odd multiples."""
+    found, packed = [], set()
+    cases = [(1, 64, 1), (2, 32, 1), (1, 128, 1), (1, 6, 2), (1, 12, 3), (9, 5, 2), (150, 8, 2), (131, 4, 3)]
+    for seqlen_q, group, heads_kv in cases:
+        arrays = inputs(spec, 2, seqlen_q, 300, group * heads_kv, heads_kv, seed=seqlen_q)
+        sentences = support.failures(attend(fresh), *arrays, causal=spec.causal)
+        found += [f"{seqlen_q} queries, group {group}: {sentence}" for sentence in sentences]
+        packed.add(heads_in_tile(fresh))
+    report(found)
+    assert {1, 2, 4, 32, 64} <= packed
+
+
+@pytest.mark.parametrize("spec", [Spec(128, True, layout="bhsd"), Spec(64, layout="bhsd")], ids=str)
+def test_packed_tiles_in_the_other_layout(fresh, spec):
+    import flashgen
+
+    for seqlen_q in (1, 17):
+        q, k, v, _ = inputs(spec, 2, seqlen_q, 500, 16, 2)
+        o, lse = fresh(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), return_lse=True)
+        assert heads_in_tile(fresh) > 1
+        want, want_lse = flashgen.compile(spec.head_dim, spec.causal)(q, k, v, return_lse=True)
+        assert torch.equal(o.transpose(1, 2), want) and torch.equal(lse, want_lse)
+
+
+@pytest.mark.parametrize("spec", [Spec(128, True), Spec(64)], ids=str)
+def test_packed_tiles_of_slices(fresh, spec):
+    """Heads of a fused projection, a slice of a cache: strides of heads, rows and batches that leave gaps."""
+    batch, seqlen_q, heads, heads_kv, dim = 3, 5, 16, 2, spec.head_dim
+    fused = torch.randn(batch, seqlen_q, heads + 2 * heads_kv, dim, dtype=torch.bfloat16, device="cuda")
+    cache = torch.randn(2, batch, 1000, heads_kv, dim, dtype=torch.bfloat16, device="cuda")
+    q, (k, v) = fused[:, :, :heads], cache[:, :, 100:777]
+    with torch.no_grad():
+        o, lse = fresh(q, k, v, return_lse=True)
+        assert heads_in_tile(fresh) == 8
+        want = fresh(*(x.contiguous() for x in (q, k, v)), return_lse=True)
+    assert torch.equal(o, want[0]) and torch.equal(lse, want[1])
+    ref, low = (
+        support.dense(q, k, v, torch.zeros_like(q), causal=spec.causal, dtype=x) for x in (torch.float64, q.dtype)
+    )
+    sentences = [support.lse_violation(lse, ref.lse), support.violation("o", o, ref.o, low.o, 2, q.dtype)]
+    report([sentence for sentence in sentences if sentence])
+
+
+@pytest.mark.parametrize("spec", [Spec(128, True)], ids=str)
+def test_packed_tiles_repeat_bit_for_bit(fresh, spec):
+    """Rows of a tile behind a head's last query are written by nobody: else, as NaN, over those of another head."""
+    q, k, v, _ = inputs(spec, 2, 3, 700, 16, 2)
+    with torch.no_grad():
+        first = fresh(q, k, v, return_lse=True)
+        for _ in range(200):
+            support.poison(q, k, v)
+            again = fresh(q, k, v, return_lse=True)
+            assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
 @pytest.mark.parametrize("spec", [Spec(64)], ids=str)
 def test_strides_that_tma_cannot_take_run_on_the_portable_family(kernel, spec, caplog):
     q, k, v, do = inputs(spec, 2, 300, 500, 4, 4)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from flashgen import build, catalog
+from flashgen.ir.dtype import F16
 from flashgen.plan.arch import ARCHES
 from flashgen.runtime import cache, compile
 from flashgen.spec import Spec
@@ -77,6 +78,17 @@ def test_the_catalog_compiles_for_hopper(spec):
     """No spills; a serialized wgmma or an ignored setmaxnreg is a CompileError."""
     stages = build.forward(spec, catalog.HOPPER)[0]
     assert stages.plan.arch == catalog.HOPPER
+    report = compile.nvrtc(stages.source, catalog.HOPPER.target).report
+    assert (report.spill_stores, report.spill_loads) == (0, 0)
+
+
+PACKED = [Spec(64, 64, causal=True, packed=2), Spec(256, 256, causal=True, packed=16), Spec(128, 128, packed=64)]
+
+
+@pytest.mark.parametrize("spec", [*PACKED, Spec(192, 128, F16, causal=True, packed=4)], ids=str)
+def test_packed_kernels_compile_for_hopper(spec):
+    stages = build.forward(spec, catalog.HOPPER)[0]
+    assert stages.plan.packed == spec.packed
     report = compile.nvrtc(stages.source, catalog.HOPPER.target).report
     assert (report.spill_stores, report.spill_loads) == (0, 0)
 

@@ -108,6 +108,20 @@ def test_the_causal_limit_is_tight(seqlen_k, shift):
     assert list(visited) == [k for k in range(evaluate(steps, values)) if any(elements(mask, {**values, "k": k}))]
 
 
+@pytest.mark.parametrize("divisor", [1, 2, 4])
+def test_the_limits_of_a_remainder_are_tight(divisor):
+    """Rows of several heads in a tile: every remainder occurs, and so the extremes do."""
+    ranges = {"i": (Const(0), Const(7)), "j": (Const(0), Const(COLS - 1))}
+    mask = SHIFT + I % divisor >= K * BLOCK + J
+    start, stop = loop_limits(mask, "k", ranges, Const(0), LENGTH)
+    hidden = somewhere_hidden(mask, ranges)
+    for shift in range(-3, 20):
+        values = {"block": COLS, "shift": shift, "length": 6}
+        seen = {k: [k * COLS + j <= shift + i % divisor for i in range(8) for j in range(COLS)] for k in range(6)}
+        assert list(range(evaluate(start, values), evaluate(stop, values))) == [k for k in seen if any(seen[k])]
+        assert all(evaluate(hidden, {**values, "k": k}) == (not all(seen[k])) for k in seen)
+
+
 def test_a_limit_that_the_loop_has_already_is_not_repeated():
     steps = (LENGTH + BLOCK - 1) // BLOCK
     assert loop_limits(K * BLOCK + J < LENGTH, "k", RANGES, Const(0), steps) == (Const(0), steps)

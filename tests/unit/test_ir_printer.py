@@ -105,6 +105,7 @@ def test_name_level_and_note_are_printed():
         (If(Var("a") < 3, ()), "if a < 3:"),
         (Let("a", Var("b") * 2), "let a = b * 2"),
         (Copy("t", Window("g", (Const(0), Var("h"), Var("s")))), "t = copy g[0, h, s]"),
+        (Copy("t", Window("g", (Const(0), Var("h"), Var("s")), heads=4)), "t = copy g[0, h .. h + 4, s]"),
         (Copy(Tile("t", Var("k") % 2), "x"), "t@k % 2 = copy x"),
         (Fill("x", Const(0.0)), "x = fill 0.0"),
         (Gemm("x", "t", "u", transpose_a=True, accumulate=True), "x += gemm t^T, u"),

@@ -97,6 +97,23 @@ def test_the_guard_holds_exactly_on_boundaries(nest, causal):
     assert all(masked.values()), "both kinds of tiles were met"
 
 
+@pytest.mark.parametrize("packed", [2, 4])
+def test_packed_tiles_visit_what_their_positions_see(packed):
+    """A tile of 4 rows has 4 / packed queries of each head, and visits no more blocks than these see."""
+    kernel = masks.skip_blocks(forward.forward(Spec(8, 8, causal=True, packed=packed)))
+    rows = BLOCK["block_q"] // packed
+    for lengths in LENGTHS:
+        for q_block in range(-(-lengths[0] // rows)):
+            queries = range(q_block * rows, (q_block + 1) * rows)
+            steps = steps_of(kernel, lengths, {"q_block": q_block, "head_block": 0})
+            wanted = [
+                step
+                for step in blocks(lengths)[1]
+                if any(visible(True, lengths, q, 3 * step + j) for q in queries for j in range(3))
+            ]
+            assert [step for step, _, _ in steps] == wanted, f"{lengths}: block {q_block}"
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_mask_itself(transposed):
     mask = parts.visible(Spec(8, 8, causal=True), transposed)

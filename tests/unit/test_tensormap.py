@@ -28,16 +28,16 @@ def driver(monkeypatch):
 
 
 def test_the_array_is_described_in_bytes(driver):
-    encoded = TensorMap("bfloat16", (40, 300, 4, 2), (160, 40, 48000), (64, 128)).at(4096)
+    encoded = TensorMap("bfloat16", (40, 300, 4, 2), (160, 40, 48000), (64, 16, 8)).at(4096)
     assert encoded == bytes([7]) * MAP_BYTES
     kind, rank, sizes, strides, box, steps, kinds, misaligned = driver.calls[0]
     assert (kind, rank, misaligned) == (9, 4, 0)
-    assert sizes == [40, 300, 4, 2] and strides == [320, 80, 96000] and box == [64, 128, 1, 1] and steps == [1] * 4
+    assert sizes == [40, 300, 4, 2] and strides == [320, 80, 96000] and box == [64, 16, 8, 1] and steps == [1] * 4
     assert kinds == (0, 3, 3, 0), "no interleaving, swizzle of 128 bytes, lines of 256 into L2, zeros out of range"
 
 
 def test_an_address_is_encoded_once_and_the_memory_is_bounded(driver):
-    map_ = TensorMap("float16", (64, 8, 1, 1), (64, 512, 512), (64, 64))
+    map_ = TensorMap("float16", (64, 8, 1, 1), (64, 512, 512), (64, 64, 1))
     for _ in range(2):
         map_.at(1024)
     assert len(driver.calls) == 1
@@ -47,7 +47,7 @@ def test_an_address_is_encoded_once_and_the_memory_is_bounded(driver):
 
 
 def test_strides_of_single_elements_and_empty_arrays_are_no_error(driver):
-    map_ = TensorMap("float16", (8, 0, 1, 1), (3, 5, 7), (64, 64))
+    map_ = TensorMap("float16", (8, 0, 1, 1), (3, 5, 7), (64, 64, 1))
     assert map_.at(0) == bytes(MAP_BYTES) and not driver.calls
     map_.at(1024)
     assert driver.calls[0][2:4] == ([8, 1, 1, 1], [16, 16, 16])
@@ -56,4 +56,4 @@ def test_strides_of_single_elements_and_empty_arrays_are_no_error(driver):
 def test_a_refusal_names_the_array(driver):
     driver.result = 1
     with pytest.raises(RuntimeError, match=r"refuses a tensor map \(error 1\) for TensorMap\(dtype='float16'"):
-        TensorMap("float16", (8, 1, 1, 1), (8, 8, 8), (64, 64)).at(16)
+        TensorMap("float16", (8, 1, 1, 1), (8, 8, 8), (64, 64, 1)).at(16)

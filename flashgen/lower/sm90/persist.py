@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flashgen.attention.parts import GROUP
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import Const, Expr, Var, maximum, minimum, variables
 from flashgen.ir.graph import access
@@ -16,7 +17,7 @@ from flashgen.machine.sm90 import ArriveEmpty, AskTile, PublishTile, TakeTile, W
 from flashgen.plan.plan import Plan
 
 TILE, TILES, BLOCK, BLOCKS = Var("tile"), Var("tiles"), Var("block"), Var("blocks")
-Q_BLOCKS, HEADS, BATCHES = Var("q_blocks"), Var("heads"), Var("batches")
+Q_BLOCKS, BATCHES = Var("q_blocks"), Var("batches")
 PLACE = ("q_block", "head", "batch")
 NO_TILE = Const(-1)
 SLOT = Tile("next_tile", DONE % 2)
@@ -27,22 +28,22 @@ def take_tiles(kernel: Kernel, plan: Plan) -> Kernel:
 
     In the order of the tiles where all are equal; where some are longer (causal), the longest first, among so many
     heads at a time that their keys and values stay in the L2, each block asking for its next tile when it is ready.
-    Invariant: every (q_block, head, batch) is taken by one block once.
+    Invariant: every place of the grid (q_block, head or block of heads, batch) is taken by one block once.
     """
     if not plan.persistent:
         return kernel
-    q_axis, *others = kernel.axes
-    tiles = q_axis.extent * others[0].extent * others[1].extent
+    q_axis, head_axis, batch_axis = kernel.axes
+    tiles = q_axis.extent * head_axis.extent * batch_axis.extent
     kernel = kernel.with_buffer(Buffer("next_tile", (), I32, Space.SHARED, stages=2))
     following: Stmt = Assign(TILE.name, TILE + BLOCKS)
     if plan.dynamic:
         kernel = kernel.with_buffer(Buffer("tile_counter", (), I32, Space.GLOBAL))
         following = AskTile(TILE.name, note="not before this one is loaded: who asks early may get more than its share")
-    order = _longest_first(plan) if q_axis.longest_first else _in_order()
+    order = _longest_first(head_axis, plan) if q_axis.longest_first else _in_order(head_axis)
     turn = (*order, *kernel.body, following, Assign(DONE.name, DONE + 1))
     body = (
         Let(Q_BLOCKS.name, q_axis.extent),
-        Let(TILES.name, Q_BLOCKS * HEADS * BATCHES),
+        Let(TILES.name, Q_BLOCKS * head_axis.extent * BATCHES),
         Let(BLOCKS.name, minimum(TILES, Var("multiprocessors")), note="of this grid: as many as run at once"),
         Counter(TILE.name, BLOCK, note="the first tile of each block is that of its number"),
         Counter(DONE.name, Const(0)),
@@ -55,30 +56,31 @@ def take_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     )
 
 
-def _in_order() -> tuple[Stmt, ...]:
+def _in_order(head_axis: Axis) -> tuple[Stmt, ...]:
     """Blocks of queries fastest: those of one head run together and share its keys and values."""
-    pair = TILE // Q_BLOCKS
-    return Let("q_block", TILE % Q_BLOCKS), Let("head", pair % HEADS), Let("batch", pair // HEADS)
+    pair, heads = TILE // Q_BLOCKS, head_axis.extent
+    return Let("q_block", TILE % Q_BLOCKS), Let(head_axis.name, pair % heads), Let("batch", pair // heads)
 
 
-def _longest_first(plan: Plan) -> tuple[Stmt, ...]:
+def _longest_first(head_axis: Axis, plan: Plan) -> tuple[Stmt, ...]:
     """Some heads at a time, of each the last block of queries first; the last section may have fewer heads."""
-    pairs, section, within, width = HEADS * BATCHES, Var("section"), Var("within"), Var("width")
+    heads, section, within, width = head_axis.extent, Var("section"), Var("within"), Var("width")
+    pairs = heads * BATCHES
     at_once, pair = Var("heads_at_once"), Var("pair")
     keys: Expr = Const(plan.keys_in_cache)
     return (
         Let(
             "heads_at_once",
-            minimum(maximum(keys // maximum(Var("seqlen_k"), Const(1)), Const(1)) * Var("group"), pairs),
-            note="heads whose keys and values stay in the L2",
+            minimum(maximum(keys // maximum(Var("seqlen_k"), Const(1)), Const(1)) * (GROUP // plan.packed), pairs),
+            note=f"{'blocks of ' * (plan.packed > 1)}heads whose keys and values stay in the L2",
         ),
         Let("section", TILE // (at_once * Q_BLOCKS)),
         Let("within", TILE - section * (at_once * Q_BLOCKS)),
         Let("width", minimum(at_once, pairs - section * at_once)),
         Let("q_block", Q_BLOCKS - Const(1) - within // width, note="the longest tiles first"),
         Let("pair", section * at_once + within % width),
-        Let("head", pair % HEADS),
-        Let("batch", pair // HEADS),
+        Let(head_axis.name, pair % heads),
+        Let("batch", pair // heads),
     )
 
 
