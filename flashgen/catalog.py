@@ -35,7 +35,7 @@ COMPILED = tuple(ARCHES[name] for name in ("sm_80", "sm_86", "sm_89", "sm_90", "
 
 
 def files(spec: Spec) -> dict[str, str]:
-    """The files that generated/ holds for one spec: path below generated/ -> text. Of a packed one, its forward alone."""
+    """The files that generated/ holds for a spec: path below generated/ -> text. Of a packed one, its forward alone."""
     texts = {}
     made = (*build.everything(spec, SHOWN).values(), *build.everything(spec, HOPPER).values())
     if spec.packed > 1:

@@ -89,17 +89,17 @@ def test_explain_with_less_memory():
 @pytest.mark.parametrize("more", [(), ("--deterministic",)], ids=str)
 def test_less_memory_holds_for_every_kernel_of_a_chip_with_two_families(more):
     """Those that sm_90a takes from sm_90 too."""
-    text = output("explain", "--arch", "sm_90a", "--sram", "96KiB", *more)
+    text = output("explain", "--arch", "sm_90a", "--sram", "160KiB", *more)
     of = dict(re.findall(r"^plan attention_(\w+) for (\w+)", text, re.M))
     assert set(of.values()) == {"sm_90a", "sm_90"} and len(of) == 4
     used, limits = zip(*re.findall(r"shared memory (\d+) of (\d+) bytes", text), strict=True)
-    assert set(limits) == {str(96 * 1024)} and max(map(int, used)) <= 96 * 1024
+    assert set(limits) == {str(160 * 1024)} and max(map(int, used)) <= 160 * 1024
     assert "exceed the 227 KiB" not in text
 
 
 def test_a_kernel_that_does_not_fit_hides_no_other():
     """Neither the forward the backward nor the other way round, and the sentence names all that do not fit."""
-    wide = call("explain", "--head-dim", 128, "--arch", "sm_90a", "--sram", "64KiB")
+    wide = call("explain", "--head-dim", 256, "--arch", "sm_90a", "--sram", "128KiB")
     assert "plan attention_backward for sm_90 " in wide.stdout.replace("\n", " ") and wide.exit_code == 1
     assert wide.stderr.startswith("Error: no tile of attention_forward fits sm_90a")
     deep = call("explain", "--head-dim", 128, "--sram", "32KiB")
