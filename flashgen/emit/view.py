@@ -64,6 +64,12 @@ class Names:
         return f"{described.tile.buffer}_{part if several else 'operand'}"
 
     @cached_property
+    def accompanied(self) -> set[str]:
+        """Tiles with which vectors land."""
+        loads = (stmt for stmt in statements(self.kernel.body) if isinstance(stmt, sm90.TmaLoad))
+        return {stmt.dst.buffer for stmt in loads if stmt.beside}
+
+    @cached_property
     def _parts(self) -> dict[str, set[str]]:
         """The parts of each shared tile that products read."""
         found: dict[str, set[str]] = {}
@@ -231,7 +237,7 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
         kind = "full" if isinstance(stmt, sm90.WaitFull) else "empty"
         return {kind: _barrier(stmt.tile, kind, names), "parity": names.uniform(stmt.parity)}
     if isinstance(stmt, sm90.ArriveEmpty):
-        return {"empty": _barrier(stmt.tile, "empty", names)}
+        return {"empty": _barrier(stmt.tile, "empty", names), "beside": stmt.tile.buffer in names.accompanied}
     if isinstance(stmt, sm90.InitBarriers):
         arrivals = {"full": 1, "empty": names.plan.computing_warps}
         return {

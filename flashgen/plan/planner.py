@@ -78,8 +78,8 @@ def head_dims(spec: Spec, arch: Arch, kernel: str = "") -> dict[str, int]:
     """
     unit = max(arch.mma[2], 2 * arch.mma[1])
     if arch.family == "sm90" and kernel in sm90_backward.KERNELS:
-        unit = sm90_backward.HEAD_DIM_UNIT
-    elif max(spec.head_dim, spec.head_dim_v) > 8 * unit:
+        return sm90_backward.head_dims(spec.head_dim, spec.head_dim_v)
+    if max(spec.head_dim, spec.head_dim_v) > 8 * unit:
         unit *= 2
 
     def padded(size: int) -> int:

@@ -41,6 +41,16 @@ STAGED = {
 LEAVES_OVER = {"dk_tile": "k_tile", "dv_tile": "v_tile", "dq_tile": "q_tile"}
 
 
+def head_dims(head_dim: int, head_dim_v: int) -> dict[str, int]:
+    """Head dims padded to whole panels; that of q and k to that of v, since a block of 64 queries needs a panel of dQ
+    for each warpgroup, and with 128 queries the accumulators of a wide v do not fit."""
+
+    def padded(size: int) -> int:
+        return -(-size // HEAD_DIM_UNIT) * HEAD_DIM_UNIT
+
+    return {"head_dim": max(padded(head_dim), padded(head_dim_v)), "head_dim_v": padded(head_dim_v)}
+
+
 def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
     """Two or three computing warpgroups with 64 rows each, and one that loads."""
     own, other = ("block_kv", "block_q") if kernel.name == "attention_backward" else ("block_q", "block_kv")

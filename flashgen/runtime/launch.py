@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from flashgen.runtime.bindings import driver, libcuda, modules, runtime
@@ -71,9 +73,10 @@ class Launcher:
         Raises LaunchError if the driver refuses the module or the launch, and ImportError without CuPy. What goes
         wrong while the kernel runs shows at the next synchronisation.
         """
-        here = _context_device()
+        here = context_device()
         if here is None or (device is not None and device != here):
-            self._launch_elsewhere(grid, args, stream, device, here)
+            with current(device) as now:
+                self._launch(grid, args, stream, now)
         else:
             self._launch(grid, args, stream, here)
 
@@ -106,22 +109,26 @@ class Launcher:
         except (RuntimeError, OverflowError) as error:
             raise LaunchError(f"{self!r} did not launch on a grid of {x} x {y} x {z} blocks: {error}") from None
 
-    def _launch_elsewhere(
-        self, grid: tuple[int, int, int], args: bytes, stream: int, device: int | None, here: int | None
-    ) -> None:
-        """Launches on a device that is not current yet, or from a thread without a context, and switches back."""
-        try:
-            device = current_device() if device is None else device
-            runtime().setDevice(device)
-            runtime().free(0)  # makes the primary context current, whatever the version of the runtime
-        except RuntimeError as error:
-            which = "the current device" if device is None else f"device {device}"
-            raise LaunchError(f"{self!r} cannot use {which}: {error}") from None
-        try:
-            self._launch(grid, args, stream, device)
-        finally:
-            if here is not None:
-                runtime().setDevice(here)
+
+@contextmanager
+def current(device: int | None) -> Iterator[int]:
+    """A device that is not current yet, or in a thread without a context: current inside, and then what was before.
+
+    None means the current device. Raises LaunchError where it cannot be used.
+    """
+    here = context_device()
+    try:
+        device = current_device() if device is None else device
+        runtime().setDevice(device)
+        runtime().free(0)  # makes the primary context current, whatever the version of the runtime
+    except RuntimeError as error:
+        which = "the current device" if device is None else f"device {device}"
+        raise LaunchError(f"{which} cannot be used: {error}") from None
+    try:
+        yield device
+    finally:
+        if here is not None:
+            runtime().setDevice(here)
 
 
 def gpu_available() -> bool:
@@ -159,7 +166,7 @@ def _device_count() -> int:
     return 0 if failed else count.value
 
 
-def _context_device() -> int | None:
+def context_device() -> int | None:
     """The device of the context that is current in this thread; None if there is none."""
     try:
         return driver().ctxGetDevice()

@@ -13,7 +13,7 @@ from flashgen.ir.dtype import I32
 from flashgen.ir.expr import evaluate
 from flashgen.ir.nodes import Buffer, Space
 from flashgen.machine.sm90 import box, mapped
-from flashgen.runtime import tile_counters
+from flashgen.runtime import launch, tile_counters
 from flashgen.runtime.compile import Cubin, nvrtc
 from flashgen.runtime.launch import MAX_BLOCKS, Launcher
 from flashgen.runtime.tensormap import ALIGNMENT, MAP_BYTES, TensorMap
@@ -128,9 +128,17 @@ class Bound:
 
     def launch(self, pointers: Sequence[int], stream: int, device: int) -> None:
         """Launch with the addresses of the tensors, in their order; a grid without blocks is no launch."""
-        blocks, heads, batches = self.grid
-        if not blocks or not heads:
+        if not all(self.grid[:2]):
             return
+        if launch.context_device() == device:
+            self._launch(pointers, stream, device)
+        else:  # counters and tensor maps need the context, not the launch alone
+            with launch.current(device):
+                self._launch(pointers, stream, device)
+
+    def _launch(self, pointers: Sequence[int], stream: int, device: int) -> None:
+        """Launch on the device, which is current."""
+        blocks, heads, batches = self.grid
         counter = 0 if self.counter is None else tile_counters.address(stream, device)
         for first in range(0, batches, MAX_BLOCKS):
             args = self._args(tuple(pointers), counter, first)

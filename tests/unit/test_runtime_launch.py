@@ -135,7 +135,7 @@ def test_a_cubin_that_does_not_load_says_so(gpu):
     gpu.refuse = "CUDA_ERROR_NO_BINARY_FOR_GPU"
     with pytest.raises(launch.LaunchError, match=r"fwd.*does not load on device 1: CUDA_ERROR_NO_BINARY_FOR_GPU"):
         launch.Launcher(CUBIN, 256, 0)((1, 1, 1), b"argument", device=1)
-    with pytest.raises(launch.LaunchError, match=r"cannot use device 7: .*invalid device ordinal"):
+    with pytest.raises(launch.LaunchError, match=r"device 7 cannot be used: .*invalid device ordinal"):
         launch.Launcher(CUBIN, 256, 0)((1, 1, 1), b"argument", device=7)
 
 

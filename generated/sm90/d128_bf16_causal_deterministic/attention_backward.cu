@@ -281,7 +281,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         wait_products<0>();
         settle(dv_acc);
         settle(dk_acc);
+        __syncwarp();  // every lane has read the vectors that came with it
         arrive_warp(q_tile_empty + step % 2);
+        __syncwarp();  // every lane has read the vectors that came with it
         arrive_warp(dout_tile_empty + step % 2);
         step = step + 1;
       }

@@ -320,11 +320,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         wait_products<1>();
         settle(dv_acc);
         settle(dq_acc);
+        __syncwarp();  // every lane has read the vectors that came with it
         arrive_warp(dout_tile_empty + step % 2);
         // other blocks of keys add to the same rows
         add_fragment<REDUCTION_WIDTH, THREADS>(args.dq_workspace.at(batch, head, q_start), dq_acc);
         wait_products<0>();
         settle(dk_acc);
+        __syncwarp();  // every lane has read the vectors that came with it
         arrive_warp(q_tile_empty + step % 2);
         step = step + 1;
       }
