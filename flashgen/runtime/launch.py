@@ -76,9 +76,9 @@ class Launcher:
         here = context_device()
         if here is None or (device is not None and device != here):
             with current(device) as now:
-                self._launch(grid, args, stream, now)
+                self.launch_here(grid, args, stream, now)
         else:
-            self._launch(grid, args, stream, here)
+            self.launch_here(grid, args, stream, here)
 
     def load(self, device: int) -> int:
         """The CUfunction on `device`, which is current; loads the module the first time. Raises LaunchError."""
@@ -98,8 +98,8 @@ class Launcher:
             self._functions[device] = function
             return function
 
-    def _launch(self, grid: tuple[int, int, int], args: bytes, stream: int, device: int) -> None:
-        """Launches on `device`, which is current."""
+    def launch_here(self, grid: tuple[int, int, int], args: bytes, stream: int, device: int) -> None:
+        """Launches on `device`, which is current: the caller has asked already."""
         function = self._functions.get(device) or self.load(device)
         pointers, address = _slot.pair
         pointers[0] = args

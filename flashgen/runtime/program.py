@@ -142,7 +142,8 @@ class Bound:
         counter = 0 if self.counter is None else tile_counters.address(stream, device)
         for first in range(0, batches, MAX_BLOCKS):
             args = self._args(tuple(pointers), counter, first)
-            self.program.launcher((blocks, heads, min(batches - first, MAX_BLOCKS)), args, stream, device)
+            grid = (blocks, heads, min(batches - first, MAX_BLOCKS))
+            self.program.launcher.launch_here(grid, args, stream, device)
 
     def _packed(self, pointers: tuple[int, ...], counter: int, first: int) -> bytes:
         """The struct of arguments from batch `first` on."""

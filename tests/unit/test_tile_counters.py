@@ -1,6 +1,8 @@
 """Counters of persistent launches, against a made-up runtime: who shares one, who must not."""
 
 import pytest
+from types import SimpleNamespace
+
 
 from flashgen.runtime import tile_counters
 
@@ -82,7 +84,8 @@ def test_a_bound_kernel_passes_the_counter_of_its_stream(runtime, monkeypatch):
     bound = program.bind(strides, scalars | {"scale": 1.0, "scale_log2": 1.0, "multiprocessors": 132, "zero": 0})
     assert bound.grid == (3 * 2 * 3, 1, 1) and program.tensors == ["q", "k", "v", "o", "lse"]
     launched = []
-    program.__dict__["launcher"] = lambda grid, args, stream, device: launched.append(args)
+    launcher = SimpleNamespace(launch_here=lambda grid, args, stream, device: launched.append(args))
+    program.__dict__["launcher"] = launcher
     monkeypatch.setattr("flashgen.runtime.tensormap.TensorMap.at", lambda self, address: bytes(128))
     monkeypatch.setattr("flashgen.runtime.launch.context_device", lambda: 0)
     bound.launch([0, 0, 0, 0, 2**30], 7, 0)
