@@ -1,8 +1,8 @@
 """Counters of persistent launches, against a made-up runtime: who shares one, who must not."""
 
-import pytest
 from types import SimpleNamespace
 
+import pytest
 
 from flashgen.runtime import tile_counters
 
