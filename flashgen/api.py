@@ -353,7 +353,7 @@ class Kernel:
             known |= dict.fromkeys(("lse_log2", "delta"), (problem.heads * padded, padded))
             rows = (problem.batch, problem.heads, padded)
             call.workspaces = dict.fromkeys(("lse_log2", "delta"), rows)
-            if not self.spec.deterministic:
+            if any(item.name == "dq_workspace" for item in made[1].buffers):
                 call.workspaces["dq_workspace"] = (*rows, width)
         scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
         return tuple(program.bind(known, scalars) for program in made)

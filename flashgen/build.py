@@ -48,8 +48,7 @@ class Stages:
 
 def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
     """The record to plan a kernel for: the portable one where the chip's family lacks it, or cannot copy the rows."""
-    narrow = max(spec.head_dim, spec.head_dim_v) <= sm90_backward.MAX_HEAD_DIM
-    has = kernel == "attention_forward" or (kernel in sm90_backward.KERNELS and narrow)
+    has = kernel in ("attention_forward", *sm90_backward.KERNELS)
     own = arch.family == "sm80" or (has and spec.aligned)
     return arch if own else portable_record(arch)
 
@@ -91,10 +90,11 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq.
 
-    None of them packs heads.
+    None of them packs heads. Where one kernel cannot make all three gradients, the backward is deterministic always.
     """
-    spec = replace(spec, packed=1)
     arch = arch_for("attention_backward", spec, arch)
+    apart = spec.deterministic or (arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v))
+    spec = replace(spec, packed=1, deterministic=apart)
     nest = backward_nests.backward(spec)
     return backward_with(spec, planner.plan(nest, spec, arch))
 

@@ -129,7 +129,7 @@ def _shared(kernel: Kernel, plan: Plan) -> list[Fields]:
     result: list[Fields] = []
     for place in plan.shared:
         buffer = kernel.buffer(place.buffer)
-        tile = len(buffer.shape) == 2
+        tile = len(buffer.shape) == 2 and buffer.dtype.bytes == 2
         result.append(
             {
                 "name": buffer.name,
@@ -159,7 +159,8 @@ def _fragments(kernel: Kernel, names: Names) -> list[Fields]:
             kind = names.fragments[buffer.name]
             assert buffer.warps is not None
             shape = ", ".join(dim.upper() for dim in buffer.shape)
-            seen.setdefault(kind, {"type": kind, "shape": shape, "warps": f"{buffer.warps[0]}, {buffer.warps[1]}"})
+            warps = [*buffer.warps, buffer.first_warp] if buffer.first_warp else buffer.warps
+            seen.setdefault(kind, {"type": kind, "shape": shape, "warps": ", ".join(map(str, warps))})
     return list(seen.values())
 
 

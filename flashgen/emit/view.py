@@ -39,8 +39,9 @@ class Names:
         result = {}
         for buffer in self.kernel.buffers:
             if buffer.space is Space.REGISTER and len(buffer.shape) == 2:
-                result[buffer.name] = names.setdefault((buffer.shape, buffer.warps), camel(buffer.name))
-        rows = {(shape[0], warps[0]): name for (shape, warps), name in reversed(names.items())}
+                layout = (buffer.shape, buffer.warps, buffer.first_warp)
+                result[buffer.name] = names.setdefault(layout, camel(buffer.name))
+        rows = {(shape[0], warps[0]): name for (shape, warps, _), name in reversed(names.items())}
         for buffer in self.kernel.buffers:
             if buffer.space is Space.REGISTER and len(buffer.shape) == 1:
                 assert buffer.warps is not None
@@ -78,6 +79,10 @@ class Names:
                 found.setdefault(item.tile.buffer, set()).add(item.part)
         return found
 
+    def is_tile(self, buffer: Buffer) -> bool:
+        """True for rows of 16-bit elements, an operand of products."""
+        return len(buffer.shape) == 2 and buffer.dtype.bytes == 2
+
     def in_panels(self, buffer: Buffer) -> bool:
         """True for a shared tile as TMA moves it."""
         return buffer.space is Space.SHARED and self.plan.placement(buffer.name).swizzled
@@ -94,13 +99,13 @@ class Names:
         buffer = self.kernel.buffer(place.buffer)
         if self.at_first_stage(place):
             return place.buffer
-        size = f"{camel(buffer.name)}::BYTES" if len(buffer.shape) == 2 else self._length(buffer)
+        size = f"{camel(buffer.name)}::BYTES" if self.is_tile(buffer) else self._length(buffer)
         return f"{place.buffer} + {c_text(place.stage, self.variable, parent=6)} * {size}"
 
     def _length(self, buffer: Buffer) -> str:
         """Elements from stage to stage of what is no tile."""
         if buffer.shape:
-            return buffer.shape[0].upper()
+            return " * ".join(dim.upper() for dim in buffer.shape)
         return str(self.plan.placement(buffer.name).stage_bytes // buffer.dtype.bytes)
 
     def element(self, expr: Expr, dst: Buffer, column: str = "j") -> str:
@@ -236,17 +241,35 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
     if isinstance(stmt, sm90.WaitFull | sm90.WaitEmpty):
         kind = "full" if isinstance(stmt, sm90.WaitFull) else "empty"
         return {kind: _barrier(stmt.tile, kind, names), "parity": names.uniform(stmt.parity)}
+    if isinstance(stmt, sm90.ArriveFull):
+        return {"full": _barrier(stmt.tile, "full", names)}
     if isinstance(stmt, sm90.ArriveEmpty):
-        return {"empty": _barrier(stmt.tile, "empty", names), "beside": stmt.tile.buffer in names.accompanied}
+        return {"empty": _barrier(stmt.tile, "empty", names), "lanes_read": _lanes_read(stmt.tile.buffer, names)}
     if isinstance(stmt, sm90.InitBarriers):
-        arrivals = {"full": 1, "empty": names.plan.computing_warps}
-        return {
-            "barriers": [
-                {"name": name, "count": count, "arrivals": arrivals[name.rsplit("_", 1)[1]]}
-                for name, _, count in names.plan.barriers
-            ]
-        }
-    return {"is_producer": isinstance(stmt, sm90.Role) and stmt.role == "producer"}
+        return {"barriers": _initial(names)}
+    if isinstance(stmt, sm90.Role):
+        whole = "threadIdx.x < THREADS"
+        own = whole if stmt.warpgroup is None else f"warpgroup == {stmt.warpgroup}"
+        return {"is_producer": stmt.role == "producer", "condition": own}
+    return {}
+
+
+def _initial(names: Names) -> list[Fields]:
+    """The mbarriers with the arrivals that each expects."""
+    counts = sm90.arrivals(names.kernel, names.plan.computing_warps)
+    found: list[Fields] = []
+    for name, _, count in names.plan.barriers:
+        tile, kind = name.rsplit("_", 1)
+        found.append({"name": name, "count": count, "arrivals": counts.get((tile, kind), 1)})
+    return found
+
+
+def _lanes_read(tile: str, names: Names) -> str:
+    """What every lane of a warp reads by itself of a stage, in words."""
+    buffer = names.kernel.buffer(tile)
+    if len(buffer.shape) == 2 and not names.is_tile(buffer):
+        return "it"
+    return "the vectors that came with it" if tile in names.accompanied else ""
 
 
 def _box(window: Window, names: Names) -> Fields:

@@ -41,10 +41,13 @@ def columns_of(block: Block, warp: Warp, name: str) -> np.ndarray:
 def _part(block: Block, warp: Warp, name: str) -> tuple[int, int]:
     """Which part of a tile's rows and of its columns a warp holds."""
     down, across = _division(block, name)
+    index = warp.index - block.buffers[name].first_warp
+    if not 0 <= index < block.holders:
+        raise Hazard(f"warp {warp.index} holds no part of {name}")
     if block.plan.arch.family == "sm90" and across > 1:
-        group, own = divmod(warp.index, 4)
+        group, own = divmod(index, 4)
         return group // across * 4 + own, group % across
-    return warp.index // (block.plan.computing_warps // down), warp.index % across
+    return index // (block.holders // down), index % across
 
 
 def _division(block: Block, name: str) -> tuple[int, int]:
@@ -52,9 +55,9 @@ def _division(block: Block, name: str) -> tuple[int, int]:
     if buffer.warps is None:
         raise Hazard(f"register buffer {name} is not divided among the warps")
     down, across = buffer.warps
-    if len(shape) == 2 and down * across != block.plan.computing_warps:
-        raise Hazard(f"{name} is divided among {down} x {across} warps, but the block has {block.plan.computing_warps}")
-    if any(size % parts for size, parts in zip(shape, buffer.warps, strict=False)) or block.plan.computing_warps % down:
+    if len(shape) == 2 and down * across != block.holders:
+        raise Hazard(f"{name} is divided among {down} x {across} warps, but {block.holders} hold it")
+    if any(size % parts for size, parts in zip(shape, buffer.warps, strict=False)) or block.holders % down:
         raise Hazard(f"{name} of {' x '.join(map(str, shape))} cannot be divided among {down} x {across} warps")
     return down, across
 

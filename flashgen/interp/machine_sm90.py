@@ -30,7 +30,7 @@ Stage = tuple[str, int]
 
 @dataclass
 class Phases:
-    """The two mbarriers of one stage of a tile, with what is on its way to it.
+    """The two mbarriers of one stage of a tile, with what is on its way to it, and the warps that have arrived.
 
     beside: vectors that land in the same phase; missing: those whose copies are still to be issued. value: a published
     place.
@@ -41,6 +41,7 @@ class Phases:
     missing: set[str] = field(default_factory=set)
     empty: int = 0
     arrived: set[int] = field(default_factory=set)
+    filled: set[int] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
     flying: list[InFlight] = field(default_factory=list)
     value: list[int] = field(default_factory=list)
@@ -64,13 +65,16 @@ class Meeting:
 class State:
     """What the block's warps share beside memory: mbarriers, products in flight of each warp, named barriers."""
 
+    arrivals: dict[tuple[str, str], int]
     phases: dict[Stage, Phases] = field(default_factory=lambda: defaultdict(Phases))
     products: dict[int, list[tuple[sm90.Wgmma, np.ndarray]]] = field(default_factory=lambda: defaultdict(list))
     meetings: dict[str, Meeting] = field(default_factory=lambda: defaultdict(Meeting))
 
 
 def state(block: Block) -> State:
-    return vars(block).setdefault("sm90", State())
+    if "sm90" not in vars(block):
+        vars(block)["sm90"] = State(sm90.arrivals(block.kernel, block.plan.computing_warps))
+    return vars(block)["sm90"]
 
 
 def _phases(block: Block, warp: Warp, tile: Tile) -> Phases:
@@ -84,7 +88,8 @@ def _init_barriers(block: Block, warp: Warp, stmt: sm90.InitBarriers) -> Steps:
 def _role(block: Block, warp: Warp, stmt: sm90.Role) -> Steps:
     """The producer is one thread: here the first warp behind the computing ones."""
     computing = warp.index < block.plan.computing_warps
-    if computing == (stmt.role == "consumer") and warp.index <= block.plan.computing_warps:
+    mine = stmt.warpgroup is None or stmt.warpgroup == _warpgroup(warp)
+    if mine and computing == (stmt.role == "consumer") and warp.index <= block.plan.computing_warps:
         yield from block.steps(warp, stmt.body)
 
 
@@ -109,6 +114,30 @@ def _load_vector(block: Block, warp: Warp, stmt: sm90.LoadVector) -> None:
     phases.flying.append(block.shared.issue(block.access(warp, stmt, stmt.dst), value, rows))
     phases.missing.discard(name)
     phases.full += not phases.missing
+
+
+def _hand_over(block: Block, warp: Warp, stmt: sm90.HandOver) -> None:
+    value = get(warp, stmt, stmt.src)
+    rows, columns = rows_of(block, warp, stmt.src)[:, None], columns_of(block, warp, stmt.src)
+    block.shared.write(block.access(warp, stmt, stmt.dst), value, rows, columns)
+    block.trace.shared(block.plan.arch, block.shared.nbytes(stmt.dst.buffer, value.size))
+
+
+def _arrive_full(block: Block, warp: Warp, stmt: sm90.ArriveFull) -> None:
+    phases = _phases(block, warp, stmt.tile)
+    block.shared.hand_over(block.access(warp, stmt, stmt.tile))
+    if _arrived(block, warp, stmt, phases.filled, stmt.tile.buffer, "full"):
+        phases.full += 1
+        phases.seen.clear()
+
+
+def _take_over(block: Block, warp: Warp, stmt: sm90.TakeOver) -> None:
+    if warp.index not in _phases(block, warp, stmt.src).seen:
+        raise hazard(warp, stmt, f"{stmt.src.buffer} is read without a wait for it")
+    rows, columns = rows_of(block, warp, stmt.dst)[:, None], columns_of(block, warp, stmt.dst)
+    value = block.shared.read(block.access(warp, stmt, stmt.src), rows, columns)
+    warp.registers[stmt.dst] = value
+    block.trace.shared(block.plan.arch, block.shared.nbytes(stmt.src.buffer, value.size))
 
 
 def _wait_full(block: Block, warp: Warp, stmt: sm90.WaitFull) -> Steps:
@@ -138,17 +167,18 @@ def _arrive_empty(block: Block, warp: Warp, stmt: sm90.ArriveEmpty) -> None:
     if phases.full and warp.index not in phases.seen:
         raise hazard(warp, stmt, f"{stmt.tile.buffer} is released without a wait for what landed in this stage")
     phases.seen.discard(warp.index)
-    _arrived(block, warp, stmt, phases, stmt.tile.buffer)
+    phases.empty += _arrived(block, warp, stmt, phases.arrived, stmt.tile.buffer, "empty")
 
 
-def _arrived(block: Block, warp: Warp, stmt: Stmt, phases: Phases, name: str) -> None:
-    """The arrival of one warp at an `empty` barrier, whose phase ends with that of the last one."""
-    if warp.index in phases.arrived:
+def _arrived(block: Block, warp: Warp, stmt: Stmt, before: set[int], name: str, kind: str) -> bool:
+    """The arrival of one warp at a barrier, behind those of `before`; True where it is the last of the phase."""
+    if warp.index in before:
         raise hazard(warp, stmt, f"arrives twice in one phase of {name}")
-    phases.arrived.add(warp.index)
-    if len(phases.arrived) == block.plan.computing_warps:
-        phases.arrived.clear()
-        phases.empty += 1
+    before.add(warp.index)
+    last = len(before) == state(block).arrivals[name, kind]
+    if last:
+        before.clear()
+    return last
 
 
 def _wgmma(block: Block, warp: Warp, stmt: sm90.Wgmma) -> None:
@@ -265,7 +295,8 @@ def _tma_store(block: Block, warp: Warp, stmt: sm90.TmaStore) -> None:
     if warp.index % 4:
         return
     name = stmt.src.buffer
-    rows = WARPGROUP_ROWS * _warpgroup(warp) + np.arange(WARPGROUP_ROWS)[:, None]
+    first = WARPGROUP_ROWS * _warpgroup(warp) % block.shape(name)[0]  # 0 where a warpgroup has a tile to itself
+    rows = first + np.arange(WARPGROUP_ROWS)[:, None]
     columns = np.arange(block.shape(name)[1])
     value = block.shared.leave(block.access(warp, stmt, stmt.src), rows, columns)
     block.store(warp, stmt.dst, block.shape(name), value, rows, columns)
@@ -322,6 +353,9 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.WaitFull: _wait_full,
     sm90.WaitEmpty: _wait_empty,
     sm90.ArriveEmpty: _arrive_empty,
+    sm90.ArriveFull: _arrive_full,
+    sm90.HandOver: _guarded(_hand_over),
+    sm90.TakeOver: _guarded(_take_over),
     sm90.Wgmma: _wgmma,
     sm90.WaitWgmma: _wait_wgmma,
     sm90.ConsumerBarrier: _consumer_barrier,

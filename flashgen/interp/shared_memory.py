@@ -161,9 +161,18 @@ class SharedMemory:
 
     def release(self, access: Access) -> None:
         """Every reader of a stage has said that it is done."""
+        self.readers[self._stage(access)] = 0
+
+    def hand_over(self, access: Access) -> None:
+        """What a warp has written to a stage is seen by whoever waits for it."""
+        stage = self._stage(access)
+        self.written[stage][self.writer[stage] == access.warp] = NOBODY
+
+    def _stage(self, access: Access) -> slice:
+        """The cells of a stage of a buffer."""
         place = self.placements[access.buffer]
         first = (place.offset + access.stage * place.stage_bytes) // 2
-        self.readers[first : first + place.stage_bytes // 2] = 0
+        return slice(first, first + place.stage_bytes // 2)
 
     def nbytes(self, buffer: str, count: int) -> int:
         return self.buffers[buffer].dtype.bytes * count

@@ -72,6 +72,8 @@ class Block:
         self.sizes = plan.sizes
         self.shared = SharedMemory(kernel, plan)
         self.warps = [Warp(index, {**names, "warp": index}) for index in range(plan.warps)]
+        divided = any(buffer.first_warp for buffer in kernel.buffers)
+        self.holders = 4 if divided else plan.computing_warps  # of a register buffer: all, or a warpgroup's four
         self.arrived: dict[int, Stmt] = {}
         self.stored: dict[tuple, np.ndarray] = {}
 

@@ -55,8 +55,8 @@ class Buffer:
     """A named array.
 
     `stages`: how many copies of a shared buffer are in flight. `warps`: how the rows and columns of a register
-    tile are divided among the warps (rows, columns). `fragment_order`: a global accumulator that is kept in the
-    order of the register tile that is added to it, `layout_of` that tile's name.
+    tile are divided among the warps (rows, columns), from `first_warp` on. `layout_of`: of a global accumulator, the
+    register tile that is added to it, in whose order it is kept.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Buffer:
     space: Space
     stages: int = 1
     warps: tuple[int, int] | None = None
+    first_warp: int = 0
     layout_of: str = ""
 
 

@@ -50,7 +50,8 @@ def _buffer(buffer: Buffer) -> str:
     if buffer.stages > 1:
         parts.append(f"stages={buffer.stages}")
     if buffer.warps:
-        parts.append(f"warps={buffer.warps[0]}x{buffer.warps[1]}")
+        start = f" from {buffer.first_warp}" if buffer.first_warp else ""
+        parts.append(f"warps={buffer.warps[0]}x{buffer.warps[1]}{start}")
     if buffer.layout_of:
         parts.append(f"order={buffer.layout_of}")
     return " ".join(parts)
@@ -117,7 +118,7 @@ def _machine_text(stmt: Stmt) -> str:
             value = place_text(value)
         elif isinstance(value, tuple):
             value = f"({', '.join(text(part) if isinstance(part, Expr) else part or '_' for part in value)})"
-        elif value == "":
+        elif value in ("", None):
             continue
         parts.append(str(value) if item.name in ("dst", "acc") else f"{item.name}={value}")
     return f"{stmt.NAME} {', '.join(parts)}".rstrip()  # type: ignore[attr-defined]

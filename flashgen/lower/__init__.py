@@ -7,7 +7,7 @@ from collections.abc import Callable
 from flashgen.ir import verify
 from flashgen.ir.nodes import Kernel, Level
 from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80
-from flashgen.lower.sm90 import descriptors, guess, order, overlap, persist, roles, select, stages, waits
+from flashgen.lower.sm90 import descriptors, divide, guess, order, overlap, persist, roles, select, stages, waits
 from flashgen.machine.verify import machine as verify_machine
 from flashgen.plan.plan import Plan
 
@@ -28,6 +28,7 @@ SM90_PASSES: tuple[Pass, ...] = (
     loops.number,
     reduction.combine_after_loop,
     select.isolate_columns,
+    divide.divide_work,
     persist.take_tiles,
     stages.stage_tiles,
     order.join_vectors,
@@ -43,6 +44,7 @@ SM90_PASSES: tuple[Pass, ...] = (
     waits.release_tiles,
     waits.guard_output,
     waits.guard_exchange,
+    waits.guard_handovers,
     waits.keep_in_cache,
     descriptors.describe,
 )

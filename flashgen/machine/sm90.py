@@ -17,6 +17,7 @@ from flashgen.ir.visit import statements
 from flashgen.machine.base import MachineStmt
 
 WARPGROUP_ROWS = 64
+WARPGROUP_WARPS = 4
 PANEL = 64  # columns that TMA writes side by side, which is also the largest part of a product's columns that moves
 OWN_ROWS = "own rows"
 OWN_COLUMNS = "own columns"
@@ -39,12 +40,14 @@ class InitBarriers(Sm90Stmt):
 class Role(Sm90Stmt):
     """The body is executed by some warps alone, each thread with `registers` registers.
 
-    role: "producer" (one thread of the warps behind the computing ones) or "consumer" (the computing warps).
+    role: "producer" (one thread of the warps behind the computing ones) or "consumer" (the computing warps, or one
+    warpgroup of them).
     """
 
     role: str
     registers: int
     body: tuple[Stmt, ...]
+    warpgroup: int | None = None
     NAME = "role"
 
 
@@ -114,6 +117,39 @@ class ArriveEmpty(Sm90Stmt):
     tile: Tile
     NAME = "arrive_empty"
     NEEDS = "no product in flight reads this stage"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
+class HandOver(Sm90Stmt):
+    """dst = src, a float32 register tile in the order of its registers, for the same threads of another warpgroup."""
+
+    dst: Tile
+    src: str
+    NAME = "hand_over"
+    NEEDS = "every warp of the other warpgroup has released this stage of dst"
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
+class TakeOver(Sm90Stmt):
+    """dst = src: what the same thread of another warpgroup has handed over."""
+
+    dst: str
+    src: Tile
+    NAME = "take_over"
+    NEEDS = "every warp of the other warpgroup has arrived, and this stage is not released"
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
+class ArriveFull(Sm90Stmt):
+    """This warp has written its part of this stage."""
+
+    tile: Tile
+    NAME = "arrive_full"
     ORDERS = True
 
 
@@ -303,12 +339,31 @@ class TakeTile(Sm90Stmt):
 def operands(kernel: Kernel, stmt: Wgmma) -> tuple[Describe, ...]:
     """The shared operands of a product, as their descriptors have to be."""
     warps = kernel.buffer(stmt.acc).warps
-    by_columns = warps is not None and warps[1] > 1
+    assert warps is not None
+    by_columns, alone = warps[1] > 1, warps == (WARPGROUP_WARPS, 1)
     found = []
     if isinstance(stmt.a, Tile):
         down = "" if by_columns else OWN_COLUMNS
-        found.append(Describe(stmt.a, down if stmt.transpose_a else OWN_ROWS))
+        found.append(Describe(stmt.a, "" if alone else down if stmt.transpose_a else OWN_ROWS))
     return (*found, Describe(stmt.b, OWN_COLUMNS if by_columns else ""))
+
+
+def arrivals(kernel: Kernel, computing_warps: int) -> dict[tuple[str, str], int]:
+    """How many arrivals end a phase of the mbarriers of a tile: (tile, "full" or "empty") -> count.
+
+    One of the loading thread, which counts bytes too; else one of each warp that computes in a role that arrives.
+    """
+    found: dict[tuple[str, str], int] = {}
+    for role in (stmt for stmt in kernel.body if isinstance(stmt, Role)):
+        warps = WARPGROUP_WARPS if role.warpgroup is not None else computing_warps
+        arriving = {
+            (stmt.tile.buffer, "full" if isinstance(stmt, ArriveFull) else "empty")
+            for stmt in statements(role.body)
+            if isinstance(stmt, ArriveFull | ArriveEmpty)
+        }
+        for barrier in arriving:
+            found[barrier] = found.get(barrier, 0) + warps
+    return found
 
 
 def mapped(kernel: Kernel) -> set[str]:

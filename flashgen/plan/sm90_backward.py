@@ -5,11 +5,16 @@ gradient and both accumulators are in its registers; dS goes through shared memo
 has 64 queries, whose columns) the warpgroups divide among them.
 `attention_backward_dq`: each owns 64 rows of queries and walks over blocks of keys.
 
-Trait of a candidate: "late" (the product of P and dO is issued when dS is done, not before it is computed).
+Where a head is too wide for both accumulators, dQ is left to the second kernel, and two warpgroups divide the products
+of the first for 64 rows of keys.
+
+Traits of a candidate: "late" (the product of P and dO is issued when dS is done, not before it is computed), "divided"
+(one warpgroup computes P and dV, the other dP, dS and dK).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import product
 
@@ -21,8 +26,8 @@ from flashgen.plan.sm90 import BARRIER_BYTES, ROLE_REGISTERS
 from flashgen.plan.smem import panel_bytes
 
 KERNELS = ("attention_backward", "attention_backward_dq")
-# Both accumulators of a block of keys, of 64 rows each warpgroup, leave no room for a wider head.
-MAX_HEAD_DIM = 128
+# Up to here a warpgroup has room for both accumulators of 64 rows of keys beside the scores of 64 queries.
+UNDIVIDED = 128
 # Where the columns of dQ are divided each warpgroup takes a panel of 64.
 HEAD_DIM_UNIT = 64
 # Addresses, counters, the vectors of a step, counted on compiled kernels.
@@ -37,8 +42,11 @@ STAGED = {
     "attention_backward": (("q_tile", "lse_tile"), ("dout_tile", "delta_tile")),
     "attention_backward_dq": (("k_tile",), ("v_tile",)),
 }
-# Where a result leaves: over an input of its size that no warp reads any more.
+# Where a result leaves: over an input of its size that no warp reads any more. Of divided work, over an input that only
+# its own warpgroup has read.
 LEAVES_OVER = {"dk_tile": "k_tile", "dv_tile": "v_tile", "dq_tile": "q_tile"}
+DIVIDED_LEAVES_OVER = {"dk_tile": "v_tile", "dv_tile": "k_tile"}
+HANDED = "p_tile"  # through which P goes from one warpgroup to the other
 
 
 def head_dims(head_dim: int, head_dim_v: int) -> dict[str, int]:
@@ -52,7 +60,10 @@ def head_dims(head_dim: int, head_dim_v: int) -> dict[str, int]:
 
 
 def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
-    """Two or three computing warpgroups with 64 rows each, and one that loads."""
+    """Two or three computing warpgroups with 64 rows each, or two that have the same 64 rows, and one that loads."""
+    if kernel.name == "attention_backward" and dq_apart(sizes["head_dim"], sizes["head_dim_v"]):
+        yield from _divided_candidates(kernel)
+        return
     own, other = ("block_kv", "block_q") if kernel.name == "attention_backward" else ("block_q", "block_kv")
     traits: tuple[tuple[str, ...], ...] = (("late",), ()) if kernel.name == "attention_backward" else ((),)
     for warpgroups, block, depths, trait in product((2, 3), BLOCKS, ((2, 2), (2, 1), (1, 1)), traits):
@@ -71,6 +82,19 @@ def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
             layouts=tuple(layouts.items()),
             traits=trait,
         )
+
+
+def dq_apart(head_dim: int, head_dim_v: int) -> bool:
+    """True where dQ has a kernel of its own: a warpgroup cannot hold both accumulators of the other results."""
+    return max(head_dim, head_dim_v) > UNDIVIDED
+
+
+def _divided_candidates(kernel: Kernel) -> Iterator[Candidate]:
+    layouts = tuple((item.name, (4, 1)) for item in _register_tiles(kernel))
+    for block_q, (q, dout), handed in product(BLOCKS, ((2, 2), (2, 1), (1, 1)), (2, 1)):
+        stages = (("q_tile", q), ("lse_tile", q), ("dout_tile", dout), ("delta_tile", dout), (HANDED, handed))
+        blocks = (("block_kv", 64), ("block_q", block_q))
+        yield Candidate(blocks, 12, stages, layouts, ("divided",))
 
 
 def _adds_dq(kernel: Kernel) -> bool:
@@ -92,7 +116,6 @@ def make(
     kernel: Kernel, arch: Arch, dims: tuple[tuple[str, int], ...], sizes: dict[str, int], candidate: Candidate
 ) -> Plan:
     """The plan that a candidate stands for."""
-    covered = tuple(tile for name, tile in LEAVES_OVER.items() if any(item.name == name for item in kernel.buffers))
     return Plan(
         kernel=kernel.name,
         arch=arch,
@@ -104,7 +127,7 @@ def make(
         producer_warps=4,
         role_registers=ROLE_REGISTERS[candidate.warps // 4 - 1],
         mbarriers=_mbarriers(kernel, candidate),
-        covered_by_output=covered,
+        covered_by_output=tuple(_leaves_over(kernel, sizes, candidate).values()),
     )
 
 
@@ -116,13 +139,26 @@ def _mbarriers(kernel: Kernel, candidate: Candidate) -> tuple[tuple[str, int], .
     for name in loaded:
         kinds = ("full", "empty") if name in stages else ("full",)
         found += [(f"{name}_{kind}", stages.get(name, 1)) for kind in kinds]
+    if HANDED in stages:
+        found += [(f"{HANDED}_{kind}", stages[HANDED]) for kind in ("full", "empty")]
     return tuple(found)
+
+
+def _leaves_over(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> dict[str, str]:
+    """The tiles through which results leave, and the inputs that these lie over, where they have room."""
+    over = DIVIDED_LEAVES_OVER if "divided" in candidate.traits else LEAVES_OVER
+
+    def size(name: str) -> int:
+        return math.prod(sizes[dim] for dim in kernel.buffer(name).shape)
+
+    names = {item.name for item in kernel.buffers}
+    return {name: tile for name, tile in over.items() if name in names and size(name) <= size(tile)}
 
 
 def allocate(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> tuple[Placement, ...]:
     """The map of shared memory: tiles in panels as TMA moves them, then the vectors; results lie over inputs."""
-    stages = dict(candidate.stages)
-    buffers = [item for item in kernel.buffers if item.space is Space.SHARED and item.name not in LEAVES_OVER]
+    stages, over = dict(candidate.stages), _leaves_over(kernel, sizes, candidate)
+    buffers = [item for item in kernel.buffers if item.space is Space.SHARED and item.name not in over]
     placed: dict[str, Placement] = {}
     offset = 0
     for item in sorted(buffers, key=lambda item: -len(item.shape)):
@@ -131,15 +167,20 @@ def allocate(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> tup
         place = Placement(item.name, offset, rows * row, stages.get(item.name, 1), row, swizzled=bool(cols))
         placed[item.name] = place
         offset = place.end
-    for name, under in LEAVES_OVER.items():
-        if any(item.name == name for item in kernel.buffers):
-            place = placed[under]
-            placed[name] = Placement(name, place.offset, place.stage_bytes, 1, place.row_bytes, swizzled=True)
+    if HANDED in stages:
+        row = 4 * sizes["block_q"]
+        placed[HANDED] = Placement(HANDED, offset, sizes["block_kv"] * row, stages[HANDED], row)
+    for name, under in over.items():
+        place = placed[under]
+        placed[name] = Placement(name, place.offset, place.stage_bytes, 1, place.row_bytes, swizzled=True)
     return tuple(sorted(placed.values(), key=lambda place: (place.offset, place.buffer)))
 
 
 def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> int:
     """The estimate for a thread that computes: tiles where most of them are alive together, and the rest."""
+    if "divided" in candidate.traits:
+        widest, tile = max(sizes["head_dim"], sizes["head_dim_v"]), sizes["block_q"]
+        return (widest + 2 * tile + tile // 2) // 2 + OVERHEAD_REGISTERS  # dK or dV, P, dP, dS packed
     threads = 32 * (candidate.warps - 4)
     return accumulator_registers(kernel, sizes, threads, dict(candidate.layouts)) + OVERHEAD_REGISTERS
 

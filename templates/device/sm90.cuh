@@ -122,7 +122,7 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, int row, int hea
   if (threadIdx.x % 128 != 0) return;
   constexpr bool ONE_HEAD = POSITIONS == Tile::ROWS;
   static_assert(ONE_HEAD || 64 % POSITIONS == 0 || POSITIONS % 64 == 0, "the 64 rows are a box");
-  const int first = 64 * warpgroup;
+  const int first = Tile::ROWS == 64 ? 0 : 64 * warpgroup;  // all of a tile that one warpgroup has to itself
   if (ONE_HEAD) {  // the compiler does not know that `first` is less than the rows of a tile, and would divide
     row += first;
   } else {
@@ -152,6 +152,32 @@ __device__ __forceinline__ void store_panels(SharedAddress tile, const uint32 (&
                      Tile::piece(tile, row, j + lane / 16)),
                  "r"(values[0][j]), "r"(values[1][j]), "r"(values[0][j + 1]), "r"(values[1][j + 1])
                  : "memory");
+  }
+}
+
+// A register tile as it is, for the same threads of another warpgroup: pieces of 16 bytes, those of the 128 threads side
+// by side.
+template <int ROWS, int COLS>
+__device__ __forceinline__ void hand_over(float* tile, const float (&values)[ROWS][COLS]) {
+  static_assert(COLS % 4 == 0, "whole pieces");
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < COLS; j += 4) {
+      *reinterpret_cast<float4*>(tile + ((i * COLS + j) / 4 * 128 + threadIdx.x % 128) * 4) =
+          make_float4(values[i][j], values[i][j + 1], values[i][j + 2], values[i][j + 3]);
+    }
+  }
+}
+template <int ROWS, int COLS>
+__device__ __forceinline__ void take_over(float (&values)[ROWS][COLS], const float* tile) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < COLS; j += 4) {
+      const float4 piece = *reinterpret_cast<const float4*>(tile + ((i * COLS + j) / 4 * 128 + threadIdx.x % 128) * 4);
+      values[i][j] = piece.x, values[i][j + 1] = piece.y, values[i][j + 2] = piece.z, values[i][j + 3] = piece.w;
+    }
   }
 }
 

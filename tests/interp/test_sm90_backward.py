@@ -15,19 +15,25 @@ from flashgen.interp.common import Deadlock, Hazard
 from flashgen.ir.dtype import BF16, F16
 from flashgen.ir.expr import Const, J
 from flashgen.ir.visit import statements
+from flashgen.lower.sm90 import roles
 from flashgen.machine.base import Assign, MapFragment, StoreFragment
 from flashgen.machine.sm90 import (
     ArriveEmpty,
+    ArriveFull,
     ConsumerBarrier,
     FenceStores,
+    HandOver,
     LoadVector,
+    Role,
+    TakeOver,
     TmaLoad,
     WaitEmpty,
     WaitFull,
     WaitWgmma,
+    WarpgroupBarrier,
     Wgmma,
 )
-from flashgen.plan import planner, sm90_backward
+from flashgen.plan import planner
 from flashgen.plan.arch import parse_arch
 from flashgen.spec import Spec
 
@@ -211,11 +217,120 @@ def test_a_tile_that_goes_from_warp_to_warp_needs_two_stages():
         lower.run(nest, single)
 
 
-def test_wide_heads_and_unaligned_rows_take_the_portable_backward():
+def test_unaligned_rows_take_the_portable_backward():
     from flashgen import build
 
     assert build.arch_for("attention_backward", Spec(128, 128), ARCH) == ARCH
+    assert build.arch_for("attention_backward", Spec(256, 136), ARCH) == ARCH
     assert build.arch_for(DQ, Spec(64, 128, deterministic=True), ARCH) == ARCH
-    assert build.arch_for("attention_backward", Spec(136, 128), ARCH) == PORTABLE
     assert build.arch_for("attention_backward", Spec(128, 128, aligned=False), ARCH) == PORTABLE
-    assert sm90_backward.MAX_HEAD_DIM == 128
+
+
+# Wide heads: one warpgroup computes dV, the other dK, and P goes from one to the other.
+
+
+def wide(head_dim=256, head_dim_v=None, dtype=BF16, causal=False):
+    return Spec(head_dim, head_dim_v or head_dim, dtype, causal, deterministic=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "head_dim", "head_dim_v", "heads", "dtype"),
+    [
+        ((64, 64), 256, 256, (1, 1), BF16),
+        ((150, 200), 192, 128, (2, 1), BF16),  # dK has memory of its own; grouped heads, ragged
+        ((150, 70), 136, 256, (2, 2), F16),  # q and k padded to v; rows that see no key
+        ((300, 100), 200, 200, (4, 2), F16),
+        ((1, 130), 256, 64, (1, 1), BF16),
+        ((0, 70), 256, 256, (1, 1), BF16),  # no step: dK and dV are zero
+    ],
+)
+def test_divided_work_equals_its_tile_form(causal, lengths, head_dim, head_dim_v, heads, dtype):
+    spec = wide(head_dim, head_dim_v, dtype, causal)
+    case = Problem(spec, 1, *heads, *lengths)
+    equals_tile(case, nests.backward(spec))
+    equals_tile(case, nests.backward_dq(spec), (0,))
+
+
+@pytest.mark.parametrize("depths", [(2, 2, 2, 2, 2), (2, 2, 2, 2, 1), (2, 2, 1, 1, 2), (1, 1, 1, 1, 1)], ids=str)
+def test_divided_work_with_any_number_of_stages(depths):
+    spec = wide(causal=True)
+    equals_tile(Problem(spec, 1, 2, 1, 200, 140), nests.backward(spec), (0,), depths=depths)
+
+
+def test_gradients_of_wide_heads_are_those_of_dense_attention():
+    spec = wide(192, 256, causal=True)
+    case = Problem(spec, 1, 2, 1, 100, 150)
+    arrays = {}
+    for nest in (nests.backward(spec), nests.backward_dq(spec)):
+        chosen = plan(nest, spec)
+        arrays = {**prepared(case, chosen), **{name: arrays[name] for name in ("dk", "dv") if name in arrays}}
+        machine.run(lower.run(nest, chosen), chosen, arrays, case.scalars)
+    assert_close(arrays, case.dense(), spec.dtype, ("dq", "dk", "dv"))
+
+
+def test_each_part_has_its_own_register_tiles_and_only_p_is_in_both():
+    spec = wide()
+    nest = nests.backward(spec)
+    kernel = lower.run(nest, plan(nest, spec))
+    first, second = (role for role in kernel.body if isinstance(role, Role) and role.warpgroup is not None)
+    products = [[stmt.acc for stmt in statements(role.body) if isinstance(stmt, Wgmma)] for role in (first, second)]
+    assert products == [["s", "dv_acc"], ["dp", "dk_acc"]]
+    assert [stmt.src for stmt in statements(kernel.body) if isinstance(stmt, HandOver)] == ["p"]
+    own = {item.name for item in kernel.buffers if item.first_warp}
+    assert own == {"dp", "ds", "ds_operand", "dk_acc", "dk_out", "p_taken"}
+
+
+def test_a_statement_on_tiles_of_two_warpgroups_is_refused():
+    spec = wide()
+    nest = nests.backward(spec)
+    chosen = plan(nest, spec)
+    kernel = nest
+    for step in (*lower.SM90_PASSES[: lower.SM90_PASSES.index(roles.split_roles)],):
+        kernel = step(kernel, chosen)
+    kernel = kernel.with_buffer(replace(kernel.buffer("p"), first_warp=4))
+    with pytest.raises(ValueError, match="touches register tiles of 2 warpgroups"):
+        roles.split_roles(kernel, chosen)
+
+
+def handed(stmt):
+    return (stmt.tile if hasattr(stmt, "tile") else stmt.dst).buffer == "p_tile"
+
+
+DIVIDED_FAULTS = {
+    "P is taken without a wait": (lambda k: without(k, WaitFull, 0, handed), "read without a wait for it"),
+    "P is handed over without a wait": (lambda k: without(k, WaitEmpty, 0, handed), "read it|overwritten"),
+    "P is never released": (lambda k: without(k, ArriveEmpty, 0, handed), "waits at"),
+    "nobody says that P is there": (lambda k: without(k, ArriveFull, 0), "waits at"),
+    "P is said to be there before it is": (
+        lambda k: changed(without(k, ArriveFull, 0), HandOver, lambda s: [ArriveFull(s.dst), s]),
+        "no barrier since warp|before anything was written|read it|written last",
+    ),
+    "P is released before it is taken": (
+        lambda k: changed(without(k, ArriveEmpty, 0, handed), TakeOver, lambda s: [ArriveEmpty(s.src), s]),
+        "without a wait for it|read it|no barrier since",
+    ),
+    "wrong parity of the wait for P": (
+        lambda k: changed(k, WaitFull, lambda s: [replace(s, parity=Const(1) - s.parity)], 0, handed),
+        "waits at|without a wait|before anything",
+    ),
+    "dV leaves before every warp has stored its rows": (
+        lambda k: without(k, WarpgroupBarrier, 1),
+        "no barrier since|before anything was written|no fence since|written last",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", DIVIDED_FAULTS)
+def test_planted_faults_of_divided_work_are_reported(fault):
+    plant, message = DIVIDED_FAULTS[fault]
+    spec = wide(causal=True)
+    nest = nests.backward(spec)
+    chosen = plan(nest, spec)
+    kernel, case = lower.run(nest, chosen), Problem(spec, 1, 1, 1, 300, 100)
+    before = prepared(case, chosen)
+    faulty = plant(kernel)
+    assert faulty != kernel
+    with pytest.raises((Hazard, Deadlock), match=message):
+        for seed in range(8):
+            machine.run(faulty, chosen, copies(before), case.scalars, seed)

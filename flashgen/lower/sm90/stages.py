@@ -8,7 +8,7 @@ from flashgen.ir.expr import Binary, Const, Expr, Load, Var, binary, maximum, re
 from flashgen.ir.nodes import For, Kernel, Stmt, Tile, name_of
 from flashgen.ir.visit import Body, rewrite
 from flashgen.machine.base import Assign, Counter, StoreFragment, WhileLoop
-from flashgen.machine.sm90 import LoadVector, TmaLoad
+from flashgen.machine.sm90 import HandOver, LoadVector, TmaLoad
 from flashgen.plan.plan import Plan
 
 DONE = Var("tiles_done")
@@ -62,7 +62,7 @@ def _loaded(body: Body) -> list[str]:
 
 
 def _filled(body: Body) -> list[str]:
-    return _loaded(body) + [name_of(stmt.dst) for stmt in body if isinstance(stmt, StoreFragment)]
+    return _loaded(body) + [name_of(stmt.dst) for stmt in body if isinstance(stmt, StoreFragment | HandOver)]
 
 
 def _at(body: Body, places: dict[str, Expr], plan: Plan) -> Body:

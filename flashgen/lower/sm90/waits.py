@@ -15,9 +15,12 @@ from flashgen.lower.sm90.stages import DONE, goes_round, parity
 from flashgen.machine.base import Assign, StoreFragment, WhileLoop
 from flashgen.machine.sm90 import (
     ArriveEmpty,
+    ArriveFull,
     ConsumerBarrier,
     FenceStores,
+    HandOver,
     IfAnyLarge,
+    TakeOver,
     TmaLoad,
     TmaStore,
     WaitEmpty,
@@ -86,7 +89,9 @@ def guard_reads(kernel: Kernel, plan: Plan) -> Kernel:
 
     def for_a_tile(body: Body) -> Body:
         """What is loaded once for a tile of queries is waited for even where no step reads it."""
-        return behind_lets(change(body), tuple(WaitFull(tile, parity(tile)) for tile in once.values()))
+        read = {name for stmt in body for name in access(stmt).reads}
+        waits = (WaitFull(tile, parity(tile)) for name, tile in once.items() if name in read)
+        return behind_lets(change(body), tuple(waits))
 
     once, loaded = _loaded_once(kernel), _loaded(kernel)
     known = {stmt.tile.buffer for stmt in statements(kernel.body) if isinstance(stmt, WaitFull)} | set(once)
@@ -204,6 +209,7 @@ def guard_output(kernel: Kernel, plan: Plan) -> Kernel:
     warpgroup has fenced what it wrote.
     """
     covers = bool(plan.covered_by_output)
+    meet = WarpgroupBarrier if plan.has("divided") else ConsumerBarrier
     leaving = {stmt.src.buffer for stmt in statements(kernel.body) if isinstance(stmt, TmaStore)}
 
     def change(body: Body) -> Body:
@@ -211,7 +217,7 @@ def guard_output(kernel: Kernel, plan: Plan) -> Kernel:
         for stmt in body:
             leaves = isinstance(stmt, StoreFragment) and stmt.dst.buffer in leaving
             if leaves and covers:
-                result.append(ConsumerBarrier(note="every warp is done with the tiles that this one lies over"))
+                result.append(meet(note="every warp is done with the tiles that this one lies over"))
             elif leaves and plan.persistent:
                 result += [WaitStored(note="the O of the last tile has left"), WarpgroupBarrier()]
             result.append(stmt)
@@ -240,6 +246,23 @@ def guard_exchange(kernel: Kernel, plan: Plan) -> Kernel:
         if kernel.buffer(stmt.dst.buffer).stages < 2:
             raise ValueError(f"{stmt.dst.buffer} goes from warp to warp: it needs two stages")
         return stmt, FenceStores(), ConsumerBarrier(note=f"{stmt.dst.buffer} is whole")
+
+    return rewrite_kernel(kernel, change)
+
+
+def guard_handovers(kernel: Kernel, plan: Plan) -> Kernel:
+    """Waits and arrivals around what one warpgroup hands over to another.
+
+    Invariant: a stage is written when every warp has taken what was in it, and read when every warp has written.
+    """
+
+    def change(stmt: Stmt) -> Stmt | Body:
+        match stmt:
+            case HandOver(dst=tile):
+                return WaitEmpty(tile, (parity(tile) + 1) % 2), stmt, ArriveFull(tile)
+            case TakeOver(src=tile):
+                return WaitFull(tile, parity(tile)), stmt, ArriveEmpty(tile)
+        return stmt
 
     return rewrite_kernel(kernel, change)
 
