@@ -352,9 +352,9 @@ class Kernel:
             known["dq_workspace"] = (problem.heads * padded * width, padded * width, width)
             known |= dict.fromkeys(("lse_log2", "delta"), (problem.heads * padded, padded))
             rows = (problem.batch, problem.heads, padded)
-            call.workspaces = dict.fromkeys(("lse_log2", "delta"), rows)
-            if any(item.name == "dq_workspace" for item in made[1].buffers):
-                call.workspaces["dq_workspace"] = (*rows, width)
+            shapes = dict.fromkeys(("lse_log2", "delta"), rows) | {"dq_workspace": (*rows, width)}
+            taken = {name for program in made for name in program.tensors}
+            call.workspaces = {name: shape for name, shape in shapes.items() if name in taken}
         scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
         return tuple(program.bind(known, scalars) for program in made)
 

@@ -90,18 +90,24 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq.
 
-    None of them packs heads. Where one kernel cannot make all three gradients, the backward is deterministic always.
+    None of them packs heads.
     """
     arch = arch_for("attention_backward", spec, arch)
-    apart = spec.deterministic or (arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v))
-    spec = replace(spec, packed=1, deterministic=apart)
-    nest = backward_nests.backward(spec)
+    nest = backward_nests.backward(backward_spec(spec, arch))
     return backward_with(spec, planner.plan(nest, spec, arch))
+
+
+def backward_spec(spec: Spec, arch: Arch) -> Spec:
+    """What the backward of a spec is made for: no packed heads, and deterministic where dQ needs a kernel of its own."""
+    apart = arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v)
+    return replace(spec, packed=1, deterministic=spec.deterministic or apart)
 
 
 def backward_with(spec: Spec, main: Plan) -> tuple[Stages, ...]:
     """The backward with a given plan for its main kernel; the others follow its blocks."""
-    nest, arch = backward_nests.backward(spec), main.arch
+    arch = main.arch
+    spec = backward_spec(spec, arch)
+    nest = backward_nests.backward(spec)
     portable = portable_record(arch) if arch.portable else arch  # what only copies needs no instruction of its own
 
     def follow(make: Callable[[Spec], Kernel]) -> Stages:

@@ -86,7 +86,7 @@ def select(spec: Spec, arch: Arch, kernel: str) -> Iterator[Stages]:
     wanted = kernel.removeprefix("attention_")
     if wanted not in KERNELS:
         raise ValueError(f"kernel = {kernel!r} is not known; use one of {', '.join(KERNELS)}")
-    found, unfit = False, []
+    unfit, there = [], []
     for make, names in ((build.forward, {"forward"}), (build.backward, set(KERNELS) - {"forward", "all"})):
         if wanted != "all" and wanted not in names:
             continue
@@ -96,12 +96,10 @@ def select(spec: Spec, arch: Arch, kernel: str) -> Iterator[Stages]:
             unfit.append(str(error))
             continue
         for stages in planned:
-            if wanted in ("all", stages.tile.name.removeprefix("attention_")):
-                found = True
+            there.append(stages.tile.name.removeprefix("attention_"))
+            if wanted in ("all", there[-1]):
                 yield stages
     if unfit:
         raise PlanError("; ".join(unfit))
-    if not found:
-        which = "only a deterministic" if wanted == "backward_dq" else "a deterministic"
-        verb = "has" if wanted == "backward_dq" else "has no"
-        raise ValueError(f"{spec} has no kernel {wanted}; {which} backward {verb} one")
+    if wanted not in ("all", *there):
+        raise ValueError(f"{spec} has no kernel {wanted} on {arch.name}; use one of {', '.join(there)}")

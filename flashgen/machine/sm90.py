@@ -150,6 +150,7 @@ class ArriveFull(Sm90Stmt):
 
     tile: Tile
     NAME = "arrive_full"
+    NEEDS = "every lane of the warp has written its part"
     ORDERS = True
 
 

@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 import flashgen
-from flashgen import catalog, debug
+from flashgen import build, catalog, debug
 from flashgen.__main__ import COMMANDS, main
 from flashgen.cli import generate
+from flashgen.plan.planner import PlanError
 from flashgen.cli.options import ByteCount
 from flashgen.cli.show import STAGES
 from flashgen.ir.nodes import For
@@ -97,16 +98,23 @@ def test_less_memory_holds_for_every_kernel_of_a_chip_with_two_families(more):
     assert "exceed the 227 KiB" not in text
 
 
-def test_a_kernel_that_does_not_fit_hides_no_other():
+def test_a_kernel_that_does_not_fit_hides_no_other(monkeypatch):
     """Neither the forward the backward nor the other way round, and the sentence names all that do not fit."""
-    wide = call("explain", "--head-dim", 256, "--arch", "sm_90a", "--sram", "128KiB")
-    assert "plan attention_backward for sm_90 " in wide.stdout.replace("\n", " ") and wide.exit_code == 1
-    assert wide.stderr.startswith("Error: no tile of attention_forward fits sm_90a")
+    wide = call("explain", "--head-dim", 256, "--arch", "sm_90a", "--sram", "160KiB").stderr
+    assert all(f"no tile of attention_{name} fits sm_90a" in wide for name in ("forward", "backward_dq"))
     deep = call("explain", "--head-dim", 128, "--sram", "32KiB")
     assert "plan attention_forward for sm_80" in deep.stdout and "no tile of attention_backward" in deep.stderr
     none = call("explain", "--head-dim", 128, "--sram", "1KiB").stderr
     assert all(f"no tile of attention_{name} fits sm_80" in none for name in ("forward", "backward"))
     assert len(none.splitlines()) == 1
+
+    def too_small(spec, arch):
+        raise PlanError("no tile of the forward fits")
+
+    monkeypatch.setattr(build, "forward", too_small)
+    only = call("explain", "--head-dim", 128)
+    assert "plan attention_backward for sm_80" in only.stdout and only.exit_code == 1
+    assert only.stderr == "Error: no tile of the forward fits\n"
 
 
 def test_a_tile_that_no_plan_fits_is_one_sentence():

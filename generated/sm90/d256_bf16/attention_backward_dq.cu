@@ -2,15 +2,15 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_backward_dq for sm_90a
-//   tile q 128 x kv 80, 12 warps, 1 stage (chosen by cost model)
-//   block_q = 128, block_kv = 80, head_dim = 256, head_dim_v = 256
-//   384 threads, about 228 registers each, 1 a multiprocessor
-//   shared memory 213040 of 232448 bytes
+//   tile q 128 x kv 64, 12 warps, 2 and 1 stages (chosen by cost model)
+//   block_q = 128, block_kv = 64, head_dim = 256, head_dim_v = 256
+//   384 threads, about 212 registers each, 1 a multiprocessor
+//   shared memory 229440 of 232448 bytes
 //          0 ..  65536  dq_tile, 1 x 65536 bytes, 512 bytes a row
 //          0 ..  65536  q_tile, 1 x 65536 bytes, 512 bytes a row
 //      65536 .. 131072  dout_tile, 1 x 65536 bytes, 512 bytes a row
-//     131072 .. 172032  k_tile, 1 x 40960 bytes, 512 bytes a row
-//     172032 .. 212992  v_tile, 1 x 40960 bytes, 512 bytes a row
+//     131072 .. 196608  k_tile, 2 x 32768 bytes, 512 bytes a row
+//     196608 .. 229376  v_tile, 1 x 32768 bytes, 512 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of dp: 8 along rows, 1 along columns
@@ -28,7 +28,7 @@ constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
 constexpr int PRODUCER_THREADS = 128;  // of which one loads
 constexpr int BLOCK_Q = 128;
-constexpr int BLOCK_KV = 80;
+constexpr int BLOCK_KV = 64;
 constexpr int HEAD_DIM = 256;
 constexpr int HEAD_DIM_V = 256;
 
@@ -42,34 +42,32 @@ constexpr int DOUT_TILE_OFFSET = 65536;
 using KTile = PanelTile<BLOCK_KV, HEAD_DIM>;
 constexpr int K_TILE_OFFSET = 131072;
 using VTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
-constexpr int V_TILE_OFFSET = 172032;
-constexpr int K_TILE_FULL_OFFSET = 212992;
-constexpr int K_TILE_EMPTY_OFFSET = 213000;
-constexpr int V_TILE_FULL_OFFSET = 213008;
-constexpr int V_TILE_EMPTY_OFFSET = 213016;
-constexpr int Q_TILE_FULL_OFFSET = 213024;
-constexpr int DOUT_TILE_FULL_OFFSET = 213032;
+constexpr int V_TILE_OFFSET = 196608;
+constexpr int K_TILE_FULL_OFFSET = 229376;
+constexpr int K_TILE_EMPTY_OFFSET = 229392;
+constexpr int V_TILE_FULL_OFFSET = 229408;
+constexpr int V_TILE_EMPTY_OFFSET = 229416;
+constexpr int Q_TILE_FULL_OFFSET = 229424;
+constexpr int DOUT_TILE_FULL_OFFSET = 229432;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
 using DqAcc = Fragment<BLOCK_Q, HEAD_DIM, 8, 1>;
 
-// acc (+)= a b, 64 x 80 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x80x16_shared(float (&acc)[2][20], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %44, 0;\n"
-    "add.u32 low, %40, %41; mov.b64 a_desc, {low, 1073741888};\n"
-    "add.u32 low, %42, %43; mov.b64 b_desc, {low, 1073741888};\n"
-    "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+// acc (+)= a b, 64 x 64 x 16 a warpgroup
+__device__ __forceinline__ void wgmma_64x64x16_shared(float (&acc)[2][16], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %36, 0;\n"
+    "add.u32 low, %32, %33; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %34, %35; mov.b64 b_desc, {low, 1073741888};\n"
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, a_desc, b_desc, p, 1, 1, 0, 0; }"
   :
   "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
   "+f"(acc[0][4]), "+f"(acc[0][5]), "+f"(acc[1][4]), "+f"(acc[1][5]), "+f"(acc[0][6]), "+f"(acc[0][7]), "+f"(acc[1][6]), "+f"(acc[1][7]),
   "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11]),
-  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15]),
-  "+f"(acc[0][16]), "+f"(acc[0][17]), "+f"(acc[1][16]), "+f"(acc[1][17]), "+f"(acc[0][18]), "+f"(acc[0][19]), "+f"(acc[1][18]), "+f"(acc[1][19])
+  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15])
   : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
 }
 // acc (+)= a b, 64 x 256 x 16 a warpgroup
@@ -154,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   uint32 dq_out[DqAcc::ROWS][DqAcc::PAIRS];
 
   if (threadIdx.x == 0) {
-    init_barriers<1>(k_tile_full, 1);
-    init_barriers<1>(k_tile_empty, 8);
+    init_barriers<2>(k_tile_full, 1);
+    init_barriers<2>(k_tile_empty, 8);
     init_barriers<1>(v_tile_full, 1);
     init_barriers<1>(v_tile_empty, 8);
     init_barriers<1>(q_tile_full, 1);
@@ -174,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       #pragma unroll 1  // the loading thread has few registers
       for (int kv_block = 0; kv_block < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV; ++kv_block) {
         const int kv_start = kv_block * BLOCK_KV;
-        wait_barrier(k_tile_empty, (kv_block % 2 + 1) % 2);
-        tma_load<KTile>(k_tile, k_tile_full, args.k, kv_start, head_kv, batch, keep_in_cache());
+        wait_barrier(k_tile_empty + kv_block % 2, (kv_block / 2 % 2 + 1) % 2);
+        tma_load<KTile>(k_tile + kv_block % 2 * KTile::BYTES, k_tile_full + kv_block % 2, args.k, kv_start, head_kv, batch, keep_in_cache());
         wait_barrier(v_tile_empty, (kv_block % 2 + 1) % 2);
         tma_load<VTile>(v_tile, v_tile_full, args.v, kv_start, head_kv, batch, keep_in_cache());
       }
@@ -186,7 +184,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   if (threadIdx.x < THREADS) {
     take_registers<240>();
     const uint32 q_tile_operand = uniform(QTile::start(q_tile) + warpgroup * QTile::WARPGROUP_STEP);
-    const uint32 k_tile_operand = uniform(KTile::start(k_tile));
     const uint32 dout_tile_operand = uniform(DoutTile::start(dout_tile) + warpgroup * DoutTile::WARPGROUP_STEP);
     const uint32 v_tile_operand = uniform(VTile::start(v_tile));
     wait_barrier(q_tile_full, 0);
@@ -196,18 +193,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
     fill(dq_acc, 0.0f);
     for (int kv_block = 0; kv_block < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV; ++kv_block) {
       const int kv_start = kv_block * BLOCK_KV;
-      wait_barrier(k_tile_full, kv_block % 2);
+      const uint32 k_tile_operand = uniform(KTile::start(k_tile + kv_block % 2 * KTile::BYTES));
+      wait_barrier(k_tile_full + kv_block % 2, kv_block / 2 % 2);
       begin_products();
       #pragma unroll
       for (int k = 0; k < HEAD_DIM / 16; ++k) {
-        wgmma_64x80x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
+        wgmma_64x64x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
       }
       commit_products();
       wait_barrier(v_tile_full, kv_block % 2);
       begin_products();
       #pragma unroll
       for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
-        wgmma_64x80x16_shared(dp, dout_tile_operand, DoutTile::k_major(k), v_tile_operand, VTile::k_major(k), k > 0);
+        wgmma_64x64x16_shared(dp, dout_tile_operand, DoutTile::k_major(k), v_tile_operand, VTile::k_major(k), k > 0);
       }
       commit_products();
       wait_products<1>();
@@ -254,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       commit_products();
       wait_products<0>();
       settle(dq_acc);
-      arrive_warp(k_tile_empty);
+      arrive_warp(k_tile_empty + kv_block % 2);
     }
 
     #pragma unroll
