@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen import debug
 from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch, portable_record
-from flashgen.runtime import launch
+from flashgen.runtime import launch, workspaces
 from flashgen.runtime.arguments import (
     VECTORS,
     Problem,
@@ -21,13 +22,14 @@ from flashgen.runtime.arguments import (
     check_dimensions,
     check_results,
     check_scale,
+    check_sizes,
     gapless,
     row_strides,
     unreadable,
     without_memory,
 )
 from flashgen.runtime.arrays import Library, library_of
-from flashgen.spec import Spec, parse_dtype
+from flashgen.spec import Spec, parse_dtype, parse_integer
 
 if TYPE_CHECKING:  # the compiler is imported when there is something to compile: it is most of the import time
     from flashgen import build
@@ -208,6 +210,31 @@ class Kernel:
         """Why each plan is what it is: the choice, the ranking, the rejections. A call that packs heads has another."""
         return "\n".join(plan.explain() for plan in self.plan.values())
 
+    def workspace_bytes(
+        self, *, batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int | None = None
+    ) -> int:
+        """The bytes that the backward allocates on a GPU besides dq, dk and dv, and frees when it returns.
+
+        heads_kv: heads where None. All is float32, O(batch * heads * seqlen_q * head_dim) whatever seqlen_k is:
+
+            4 * batch * heads * (seqlen_q + rows * (2 + head_dim))    rows: seqlen_q up to a whole block of queries
+
+        That is: zeros for the gradient of lse, where a call gives none; lse_log2 and delta, which attention_delta
+        writes; dq_workspace, to which attention_backward adds dq, with head_dim padded as its plan says. The last does
+        not exist where attention_backward_dq makes dq: where deterministic, and on sm_90a with a head dim over 128.
+        The forward allocates nothing but its results.
+
+        It holds for arrays with 16-byte aligned rows; others are copied, or take another plan. No GPU is needed, and
+        nothing is compiled. Raises ValueError or TypeError for sizes that a call may not have.
+        """
+        given = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads}
+        given["heads_kv"] = heads if heads_kv is None else heads_kv
+        sizes = {name: parse_integer(name, size, "use a whole number") for name, size in given.items()}
+        check_sizes(**sizes)
+        rows = (sizes["batch"], sizes["heads"], sizes["seqlen_q"])
+        shapes = workspaces.shapes(self.programs("backward", self.spec, self.arch), *rows)
+        return 4 * sum(map(math.prod, (rows, *shapes.values())))
+
     def __call__(self, q: Any, k: Any, v: Any, *, scale: float | None = None, return_lse: bool = False) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout."""
         if _traced():
@@ -346,15 +373,8 @@ class Kernel:
             ):
                 shape = self._shape(problem.batch, seqlen, heads, width)
                 known[name] = row_strides(gapless(shape), self.layout)
-            sizes = made[1].stages.plan.sizes
-            padded = -(-problem.seqlen_q // sizes["block_q"]) * sizes["block_q"]
-            width = sizes["head_dim"]
-            known["dq_workspace"] = (problem.heads * padded * width, padded * width, width)
-            known |= dict.fromkeys(("lse_log2", "delta"), (problem.heads * padded, padded))
-            rows = (problem.batch, problem.heads, padded)
-            shapes = dict.fromkeys(("lse_log2", "delta"), rows) | {"dq_workspace": (*rows, width)}
-            taken = {name for program in made for name in program.tensors}
-            call.workspaces = {name: shape for name, shape in shapes.items() if name in taken}
+            call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, problem.seqlen_q)
+            known |= {name: gapless(shape)[:-1] for name, shape in call.workspaces.items()}
         scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
         return tuple(program.bind(known, scalars) for program in made)
 

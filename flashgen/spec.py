@@ -35,7 +35,7 @@ class Spec:
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
-            value = parse_integer(name, getattr(self, name))
+            value = parse_integer(name, getattr(self, name), f"use a multiple of 8 from 8 to {MAX_HEAD_DIM}")
             object.__setattr__(self, name, value)
             if value < 8 or value > MAX_HEAD_DIM or value % 8:
                 raise ValueError(
@@ -56,14 +56,17 @@ class Spec:
         return "_".join([dims, self.dtype.cuda, *flags])
 
 
-def parse_integer(name: str, value: Any) -> int:
-    """An int from a Python or NumPy integer, or from what else counts as an index; TypeError for a bool too."""
+def parse_integer(name: str, value: Any, instead: str) -> int:
+    """An int from a Python or NumPy integer, or from what else counts as an index; TypeError for a bool too.
+
+    instead: what the message tells to do.
+    """
     try:
         if not isinstance(value, bool):
             return operator.index(value)
     except TypeError:
         pass
-    raise TypeError(f"{name} = {value!r} is not an integer; use a multiple of 8 from 8 to {MAX_HEAD_DIM}")
+    raise TypeError(f"{name} = {value!r} is not an integer; {instead}")
 
 
 def parse_dtype(dtype: Any) -> DType:

@@ -69,19 +69,26 @@ def check(spec: Spec, layout: str, library: Library, q: Any, k: Any, v: Any) -> 
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k disagree in batch: {q.shape[0]} and {k.shape[0]}; give both the same")
     heads, heads_kv = q.shape[head], k.shape[head]
-    if not heads_kv or not heads or heads % heads_kv:
-        raise ValueError(f"heads of q = {heads} must be a positive multiple of heads of k and v = {heads_kv}")
-    if heads > MAX_BLOCKS:
-        raise ValueError(f"heads = {heads} exceed the {MAX_BLOCKS} of a grid; fold some of them into the batch")
-    for what, size in (("batch", q.shape[0]), ("seqlen_q", q.shape[seq]), ("seqlen_k", k.shape[seq])):
-        if size > MAX_SIZE:
-            raise ValueError(f"{what} = {size} exceeds the {MAX_SIZE} that 32-bit integers count; split the call")
+    check_sizes(q.shape[0], q.shape[seq], k.shape[seq], heads, heads_kv)
     strides = tuple(row_strides(library.strides(array), layout) for array in (q, k, v))
     for name, (_, _, row) in zip("qkv", strides, strict=True):
         if not in_reach(row):
             raise ValueError(f"{name}'s rows lie {row} elements apart, over 2^31 - 1; call .contiguous() on it")
     sizes = (q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], spec.head_dim, spec.head_dim_v)
     return Problem(*sizes, strides)
+
+
+def check_sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int) -> None:
+    """ValueError for sizes that no call may have."""
+    if heads < 1 or heads_kv < 1 or heads % heads_kv:
+        raise ValueError(f"heads of q = {heads} must be a positive multiple of heads of k and v = {heads_kv}")
+    if heads > MAX_BLOCKS:
+        raise ValueError(f"heads = {heads} exceed the {MAX_BLOCKS} of a grid; fold some of them into the batch")
+    for what, size in (("batch", batch), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+        if size < 0:
+            raise ValueError(f"{what} = {size} is negative; use 0 or more")
+        if size > MAX_SIZE:
+            raise ValueError(f"{what} = {size} exceeds the {MAX_SIZE} that 32-bit integers count; split the call")
 
 
 def check_dimensions(name: str, array: Any) -> None:

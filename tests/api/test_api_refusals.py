@@ -308,6 +308,31 @@ def test_scale_is_a_number(kernel, scale):
     both_ways(kernel, *good(), scale=scale, mentions="scale")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "mentions"),
+    [
+        ({"batch": -1}, ["batch = -1", "negative"]),
+        ({"seqlen_q": -5}, ["seqlen_q = -5", "negative"]),
+        ({"seqlen_q": 2**31}, [f"seqlen_q = {2**31}", "split"]),
+        ({"seqlen_k": 2**40}, [f"seqlen_k = {2**40}", "split"]),
+        ({"seqlen_k": 7.0}, ["seqlen_k = 7.0", "whole number"]),
+        ({"heads": "4"}, ["heads = '4'", "whole number"]),
+        ({"batch": True}, ["batch = True", "whole number"]),
+        ({"batch": None}, ["batch = None", "whole number"]),
+        ({"heads": 0}, ["heads of q = 0", "positive multiple"]),
+        ({"heads": 3}, ["heads of q = 3", "heads of k and v = 2"]),
+        ({"heads_kv": 0}, ["heads of k and v = 0", "positive multiple"]),
+        ({"heads_kv": -2}, ["heads of k and v = -2", "positive multiple"]),
+        ({"heads": 65536}, ["heads = 65536", "65535"]),
+    ],
+    ids=str,
+)
+def test_sizes_of_workspaces(kernel, sizes, mentions):
+    good_sizes = {"batch": 2, "seqlen_q": 5, "seqlen_k": 7, "heads": 4, "heads_kv": 2}
+    assert kernel.workspace_bytes(**good_sizes) > 0
+    refused(kernel.workspace_bytes, **good_sizes | sizes, mentions=mentions)
+
+
 def test_a_lone_element_is_contiguous(kernel):
     """Lengths of one, where strides mean nothing, are not an error."""
     q, k, v = (x[:, :1] for x in good())

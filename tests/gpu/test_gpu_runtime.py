@@ -53,6 +53,26 @@ def test_deterministic_is_right(kernel, spec, lengths):
     report(support.failures(attend(kernel), *arrays, causal=spec.causal))
 
 
+@pytest.mark.parametrize("given", ["o alone", "o and lse"])
+@pytest.mark.parametrize(
+    "spec",
+    [Spec(64, causal=True), Spec(40), Spec(128, causal=True, deterministic=True), Spec(256, causal=True)],
+    ids=str,
+)
+def test_workspace_bytes_are_what_a_backward_allocates(kernel, spec, given):
+    """As torch's allocator was asked for them, before it rounds. The gradient of lse is zeros where none is given."""
+    sizes = {"batch": 2, "seqlen_q": 1000, "seqlen_k": 700, "heads": 6, "heads_kv": 2}
+    q, k, v, do = inputs(spec, *sizes.values())
+    o, lse = kernel.forward(q, k, v)
+    dlse = torch.randn_like(lse) if given == "o and lse" else None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    gradients = kernel.backward(q, k, v, o, lse, do, dlse)
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    saved = 0 if dlse is None else dlse.nbytes
+    assert peak - before - sum(x.nbytes for x in gradients) == kernel.workspace_bytes(**sizes) - saved
+
+
 @pytest.mark.parametrize("spec", [Spec(64, causal=True)], ids=str)
 def test_the_current_stream_is_used(kernel, spec):
     """The inputs become right late, on a side stream: a kernel on any other stream would read NaN."""
