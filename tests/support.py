@@ -51,6 +51,23 @@ def dense(q, k, v, do, *, causal=False, scale=None, dlse=None, dtype=torch.float
     return Result(o, lse, dq, dk, dv)
 
 
+def dense_in_chunks(q, k, v, do, *, rows=1024, dtype=torch.float64):
+    """`dense`, causal and of as many queries as keys, for so many queries at a time: O(rows * seqlen) memory.
+
+    A chunk sees the keys up to its own end: the mask is aligned there. dk and dv are sums over the chunks in float64.
+    """
+    pieces = []
+    dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (k, v))
+    for start in range(0, q.shape[1], rows):
+        here, seen = slice(start, start + rows), slice(0, start + rows)
+        part = dense(q[:, here], k[:, seen], v[:, seen], do[:, here], causal=True, dtype=dtype)
+        dk[:, seen] += part.dk
+        dv[:, seen] += part.dv
+        pieces.append((part.o, part.lse, part.dq))
+    o, lse, dq = (torch.cat(x, axis) for x, axis in zip(zip(*pieces, strict=True), (1, 2, 1), strict=True))
+    return Result(o, lse, dq, dk.to(dtype), dv.to(dtype))
+
+
 def _softmax(s, causal):
     """(p, lse) of the scores (batch, heads, seqlen_q, seqlen_k); a row without keys has p = 0 and lse = -inf."""
     seqlen_q, seqlen_k = s.shape[-2:]
@@ -83,9 +100,14 @@ def judge(result, q, k, v, do, *, causal=False, scale=None, dlse=None, low=None)
     """Sentences on what is wrong with `result` by the correctness rule; an empty list when nothing is."""
     ref = dense(q, k, v, do, causal=causal, scale=scale, dlse=dlse)
     low = low or dense(q, k, v, do, causal=causal, scale=scale, dlse=dlse, dtype=q.dtype)
+    return violations(result, ref, low, q.dtype)
+
+
+def violations(result, ref, low, dtype):
+    """Sentences on where the LSE of `result` is wrong, and where its other tensors break the rule."""
     found = [lse_violation(result.lse, ref.lse)]
     for name, factor in FACTOR.items():
-        found.append(violation(name, getattr(result, name), getattr(ref, name), getattr(low, name), factor, q.dtype))
+        found.append(violation(name, getattr(result, name), getattr(ref, name), getattr(low, name), factor, dtype))
     return [sentence for sentence in found if sentence]
 
 

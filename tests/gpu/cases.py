@@ -59,6 +59,20 @@ def attend(kernel, **options):
     return lambda q, k, v: kernel(q, k, v, return_lse=True, **options)
 
 
+def differing(kernel, arrays, first, repeats=1000):
+    """The gradients in which some backward differs from the first, in memory that is poisoned now and then."""
+    q, k, v, do = arrays
+    found = set()
+    for number in range(repeats):
+        if number % 50 == 0:
+            support.poison(*arrays)
+        again = kernel.backward(q, k, v, first.o, first.lse, do)
+        for name, gradient in zip(("dq", "dk", "dv"), again, strict=True):
+            if not torch.equal(gradient, getattr(first, name)):
+                found.add(name)
+    return found
+
+
 def report(found):
     """Fails with every sentence of a list."""
     assert not found, f"{len(found)} failures\n" + "\n".join(found)

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
 import support  # noqa: E402
-from cases import DTYPES, LENGTHS, Spec, attend, inputs, report  # noqa: E402
+from cases import DTYPES, LENGTHS, Spec, attend, differing, inputs, report  # noqa: E402
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper GPU", allow_module_level=True)
@@ -92,6 +92,15 @@ def test_forward_repeats_bit_for_bit(kernel, spec, lengths):
         for _ in range(1000):
             again = kernel(q, k, v, return_lse=True)
             assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("spec", [Spec(256, causal) for causal in (False, True)], ids=str)
+def test_backward_of_wide_heads_repeats_bit_for_bit(kernel, spec):
+    """Though not asked to: dQ has a kernel of its own there, and nothing is added atomically."""
+    assert "attention_backward_dq" in kernel.plan and not spec.deterministic
+    arrays = inputs(spec, 2, 1023, 1024, 6, 2)
+    first = support.evaluate(attend(kernel), *arrays)
+    assert not differing(kernel, arrays, first)
 
 
 @pytest.mark.parametrize("spec", [Spec(64, False, 40), Spec(192, True, 128)], ids=str)

@@ -37,6 +37,18 @@ def test_dense_agrees_with_the_reference(seqlen_q, seqlen_k, causal):
         np.testing.assert_allclose(x.numpy(), y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 37, 100])
+def test_dense_in_chunks_is_dense(rows):
+    inputs = case(torch.float64, seqlen_k=37)
+    want = support.dense(*inputs, causal=True)
+    for x, y in zip(support.dense_in_chunks(*inputs, rows=rows), want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    inputs = case(seqlen_k=37)
+    low = support.dense_in_chunks(*inputs, rows=rows, dtype=torch.bfloat16)
+    assert low.dk.dtype == torch.bfloat16
+    assert support.judge(low._replace(lse=honest(*inputs).lse), *inputs, causal=True) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_honest_result_passes(dtype):
     inputs = case(dtype)
