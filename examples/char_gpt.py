@@ -1,10 +1,15 @@
-"""Train a small character-level GPT, with flashgen's attention or with torch's.
+"""Train a small character-level GPT, with flashgen's attention, with torch's or with cuDNN's.
 
 The text is the documentation strings of Python's standard library, which lie on every machine that has Python.
-The same seed gives both attentions the same batches, so that their losses can be compared:
+The same seed gives each attention the same weights and batches, so that losses and tokens a second can be compared:
 
     python examples/char_gpt.py --attention flashgen --steps 200
     python examples/char_gpt.py --attention sdpa --steps 200
+
+and in a larger model, on a GPU:
+
+    python examples/char_gpt.py --attention flashgen --head-dim 128 --context 2048
+    python examples/char_gpt.py --attention cudnn --head-dim 128 --context 2048
 
 Weights are float32. On the GPU the matrix products run in bfloat16 by autocast; on the CPU only the inputs of the
 attention are rounded to bfloat16, whichever attention it is (flashgen runs its interpreter there: right, not fast).
@@ -20,6 +25,7 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -27,9 +33,11 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # newline and printable ASCII; what else there is becomes "?"
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "_bundled"}
+ATTENTIONS = ("flashgen", "sdpa", "cudnn")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 HELD_OUT = 10  # every tenth documentation string is for validation
 
@@ -111,6 +119,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, which: str) -> tor
         return flashgen.attention(q, k, v, causal=True)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def backend(which: str) -> AbstractContextManager:
+    """Around calls of torch's attention: of its implementations cuDNN's alone for "cudnn", any for the others."""
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if which == "cudnn" else nullcontext()
 
 
 class Block(nn.Module):
@@ -204,7 +217,7 @@ class Trainer:
         """One step of the optimiser; the loss in nats, still on the device."""
         for group in self.optimiser.param_groups:
             group["lr"] = self.learning_rate(number)
-        with self.autocast():
+        with self.autocast(), backend(self.args.attention):
             loss = self.model.loss(*self.batches.draw())
         self.optimiser.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()
@@ -242,12 +255,15 @@ class Trainer:
     @torch.no_grad()
     def validate(self, count: int = 8) -> float:
         """Mean loss in nats over `count` batches of text that was never trained on; always the same batches."""
-        with self.autocast():
+        with self.autocast(), backend(self.args.attention):
             return sum(self.model.loss(*self.held_out.draw()).item() for _ in range(count)) / count
 
     @torch.no_grad()
     def sample(self, length: int, prompt: str = "Return the ") -> str:
-        """Text from the model: one character at a time, at temperature 0.8, from the last `context` characters."""
+        """Text from the model: one character at a time, at temperature 0.8, from the last `context` characters.
+
+        For "cudnn" by any of torch's implementations: cuDNN plans each length anew, and refuses some.
+        """
         tokens = encode(prompt).tolist()
         generator = torch.Generator().manual_seed(self.args.seed)
         for _ in range(length):
@@ -287,7 +303,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description="Train a character-level GPT on the documentation strings of Python's standard library.",
         epilog="Sizes not given, large on a GPU: " + "; ".join(f"{name}: {sizes}" for name, sizes in SIZES.items()),
     )
-    parser.add_argument("--attention", choices=("flashgen", "sdpa"), default="flashgen")
+    parser.add_argument(
+        "--attention", choices=ATTENTIONS, default="flashgen", help="sdpa: torch's; cudnn: cuDNN's, on a GPU"
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--small", action="store_true", help="the small sizes on a GPU too")
     for name in ("steps", "batch", "context", "layers", "heads", "head-dim"):
@@ -301,6 +319,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.attention == "cudnn" and args.device == "cpu":
+        parser.error("--attention cudnn runs on a GPU alone; use sdpa or flashgen on the CPU")
     for name, value in SIZES["large" if args.device == "cuda" and not args.small else "small"].items():
         if getattr(args, name) is None:
             setattr(args, name, value)

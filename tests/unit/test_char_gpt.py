@@ -80,6 +80,46 @@ def test_three_steps_repeat_and_are_reported(gpt, tmp_path, capsys):
     assert gpt.main([*SMALL, "--seed", "1"])["losses"] != result["losses"]
 
 
+def test_flashgen_trains_like_sdpa(gpt):
+    """The same weights and batches: what is left is rounding."""
+    ours, theirs = (gpt.main([*SMALL, "--sample", "0", "--attention", x])["losses"] for x in ("flashgen", "sdpa"))
+    assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_the_seed_alone_decides_the_weights(gpt):
+    def weights(attention):
+        torch.manual_seed(0)
+        return gpt.CharGPT(16, 1, 2, 16, attention, torch.bfloat16).state_dict()
+
+    first, *others = (weights(attention) for attention in gpt.ATTENTIONS)
+    assert len(others) == 2
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_cudnn_needs_a_gpu(gpt, capsys):
+    with pytest.raises(SystemExit):
+        gpt.parse([*SMALL, "--attention", "cudnn"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("--attention cudnn runs on a GPU alone; use sdpa or flashgen on the CPU")
+
+
+def test_cudnn_is_restricted_to_itself(gpt):
+    assert torch.backends.cuda.math_sdp_enabled()
+    with gpt.backend("cudnn"):
+        assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+        assert not torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
+    with gpt.backend("sdpa"):
+        assert torch.backends.cuda.math_sdp_enabled()
+
+
+def test_the_documented_commands_are_understood(gpt):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in (gpt.__doc__ + readme).splitlines() if line.startswith("    python examples/char_gpt.py")]
+    assert len(lines) == 6
+    for line in lines:
+        assert gpt.parse([*line.split()[2:], "--device", "cuda"]).attention in gpt.ATTENTIONS
+
+
 def test_training_lowers_the_loss(gpt):
     losses = gpt.main([*SMALL, "--steps", "30", "--lr", "1e-2", "--sample", "0"])["losses"]
     assert losses[-1] < losses[0] - 0.5
