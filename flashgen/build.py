@@ -98,7 +98,7 @@ def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
 
 
 def backward_spec(spec: Spec, arch: Arch) -> Spec:
-    """What the backward of a spec is made for: no packed heads, and deterministic where dQ needs a kernel of its own."""
+    """What the backward of a spec is made for: no packed heads; deterministic where dQ has its own kernel."""
     apart = arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v)
     return replace(spec, packed=1, deterministic=spec.deterministic or apart)
 

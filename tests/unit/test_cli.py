@@ -14,10 +14,10 @@ import flashgen
 from flashgen import build, catalog, debug
 from flashgen.__main__ import COMMANDS, main
 from flashgen.cli import generate
-from flashgen.plan.planner import PlanError
 from flashgen.cli.options import ByteCount
 from flashgen.cli.show import STAGES
 from flashgen.ir.nodes import For
+from flashgen.plan.planner import PlanError
 from flashgen.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
