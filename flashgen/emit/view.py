@@ -295,8 +295,7 @@ def _window(window: Window, field: str, names: Names) -> Fields:
     spelled: Fields = {field: names.place(window)}
     if buffer.layout_of:
         warps = names.kernel.buffer(buffer.layout_of).warps
-        across = warps[1] if warps and names.plan.arch.family == "sm90" else 1
-        spelled["thread"] = f", thread_by_columns<{across}>()" if across > 1 else ""
+        spelled["across"] = str(warps[1] if warps else 1)
         shape = names.kernel.buffer(buffer.layout_of).shape
         return spelled | {"size": " * ".join(dim.upper() for dim in shape)}
     spelled |= {"rows": names.rows_left(window)}

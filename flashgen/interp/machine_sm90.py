@@ -22,7 +22,7 @@ from flashgen.interp.warps import Block, Meaning, Steps, Waiting, Warp
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Stmt, Tile, name_of
 from flashgen.machine import sm90
-from flashgen.machine.base import StoreFragment
+from flashgen.machine.base import AddFragment, StoreFragment
 from flashgen.machine.sm90 import WARPGROUP_ROWS
 
 Stage = tuple[str, int]
@@ -121,6 +121,20 @@ def _hand_over(block: Block, warp: Warp, stmt: sm90.HandOver) -> None:
     rows, columns = rows_of(block, warp, stmt.src)[:, None], columns_of(block, warp, stmt.src)
     block.shared.write(block.access(warp, stmt, stmt.dst), value, rows, columns)
     block.trace.shared(block.plan.arch, block.shared.nbytes(stmt.dst.buffer, value.size))
+
+
+def _reduce_fragment(block: Block, warp: Warp, stmt: sm90.ReduceFragment) -> None:
+    """The meaning of AddFragment; the warp's part of the shared tile is its own, so no barrier stands in between."""
+    block.shared.left(warp.index)
+    value = get(warp, stmt, stmt.src)
+    rows, columns = rows_of(block, warp, stmt.src)[:, None], columns_of(block, warp, stmt.src)
+    access_ = block.access(warp, stmt, stmt.through)
+    block.shared.write(access_, value, rows, columns)
+    block.shared.fence(warp.index)
+    block.shared.hand_over(access_)
+    block.shared.leave(access_, rows, columns)
+    block.trace.shared(block.plan.arch, 2 * block.shared.nbytes(stmt.through.buffer, value.size))
+    BASE[AddFragment](block, warp, stmt)
 
 
 def _arrive_full(block: Block, warp: Warp, stmt: sm90.ArriveFull) -> None:
@@ -356,6 +370,7 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.ArriveFull: _arrive_full,
     sm90.HandOver: _guarded(_hand_over),
     sm90.TakeOver: _guarded(_take_over),
+    sm90.ReduceFragment: _guarded(_reduce_fragment),
     sm90.Wgmma: _wgmma,
     sm90.WaitWgmma: _wait_wgmma,
     sm90.ConsumerBarrier: _consumer_barrier,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from flashgen.ir import verify
 from flashgen.ir.nodes import Kernel, Level
 from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80
-from flashgen.lower.sm90 import descriptors, divide, guess, order, overlap, persist, roles, select, stages, waits
+from flashgen.lower.sm90 import bulk, descriptors, divide, guess, order, overlap, persist, roles, select, stages, waits
 from flashgen.machine.verify import machine as verify_machine
 from flashgen.plan.plan import Plan
 
@@ -25,6 +25,8 @@ SM80_PASSES: tuple[Pass, ...] = (
 )
 SM90_PASSES: tuple[Pass, ...] = (
     select.instructions,
+    bulk.add_in_bulk,
+    bulk.heads_side_by_side,
     loops.number,
     reduction.combine_after_loop,
     select.isolate_columns,

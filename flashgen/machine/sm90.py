@@ -145,6 +145,22 @@ class TakeOver(Sm90Stmt):
 
 
 @dataclass(frozen=True)
+class ReduceFragment(Sm90Stmt):
+    """dst += src, in bulk and without order: each warp's part is added from its part of `through` while it goes on.
+
+    The warp first waits until its last part has been read. dst is kept in the order of the register tile src.
+    """
+
+    dst: Window
+    src: str
+    through: Tile
+    NAME = "reduce_fragment"
+    NEEDS = "dst was zeroed by an earlier kernel; no other warp touches this warp's part of `through`"
+    WRITES = ("dst", "through")
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
 class ArriveFull(Sm90Stmt):
     """This warp has written its part of this stage."""
 

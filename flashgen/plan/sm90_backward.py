@@ -50,6 +50,7 @@ STAGED = {
 LEAVES_OVER = {"dk_tile": "k_tile", "dv_tile": "v_tile", "dq_tile": "q_tile"}
 DIVIDED_LEAVES_OVER = {"dk_tile": "v_tile", "dv_tile": "k_tile"}
 HANDED = "p_tile"  # through which P goes from one warpgroup to the other
+ADDED = "dq_part"  # through which dQ goes to its accumulator, in the order of the registers
 
 
 def head_dims(head_dim: int, head_dim_v: int) -> dict[str, int]:
@@ -173,6 +174,10 @@ def allocate(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> tup
     if HANDED in stages:
         row = 4 * sizes["block_q"]
         placed[HANDED] = Placement(HANDED, offset, sizes["block_kv"] * row, stages[HANDED], row)
+        offset = placed[HANDED].end
+    if _adds_dq(kernel):
+        row = 4 * sizes["head_dim"]
+        placed[ADDED] = Placement(ADDED, offset, sizes["block_q"] * row, 1, row)
     for name, under in over.items():
         place = placed[under]
         placed[name] = Placement(name, place.offset, place.stage_bytes, 1, place.row_bytes, swizzled=True)

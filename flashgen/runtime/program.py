@@ -67,8 +67,11 @@ class Program:
         }
         batch_bytes = [strides[item.name][0] * item.dtype.bytes for item in self.buffers if item.shape]
         template = data + bytes(-len(data) % (ALIGNMENT if self.mapped else 8))
-        blocks, heads, batches = (*extents, 1, 1)[:3]
-        return Bound(self, template, offsets, maps, batch_bytes, (blocks, heads, batches))
+        x, y, z, *_ = (*extents, 1, 1)
+        if y > MAX_BLOCKS:
+            axis = self.stages.machine.axes[1].name
+            raise ValueError(f"{axis} has {y} places, more than the {MAX_BLOCKS} of a grid; split the sequence")
+        return Bound(self, template, offsets, maps, batch_bytes, (x, y, z))
 
     def _without_address(self, item: Buffer, strides: Mapping[str, Strides]) -> bytes:
         """One array's place in the arguments: room for a map or an address, and strides."""

@@ -252,8 +252,8 @@ __device__ __forceinline__ void store_tile(T* target, int row_stride, int rows_l
   }
 }
 
-// The float32 accumulator of dQ is kept in the order of the register tile that is added to it: WIDTH values of a
-// thread, then the threads, then the next values. Additions are whole lines, and need no index arithmetic.
+// The float32 accumulator of dQ is kept in the order of the register tile that is added to it. Each warp has a stretch of
+// its own, in it WIDTH values of a lane, then the lanes, then the next values: additions are whole lines.
 template <int WIDTH>
 __device__ __forceinline__ void reduce_add(float* target, const float* values);
 template <>
@@ -269,24 +269,31 @@ __device__ __forceinline__ void reduce_add<4>(float* target, const float* values
 }
 #endif
 
-template <int WIDTH, int THREADS, int ROWS, int COLS>
-__device__ __forceinline__ void add_fragment(float* target, const float (&tile)[ROWS][COLS], int thread = int(threadIdx.x)) {
+template <int WIDTH, int ROWS, int COLS>
+__device__ __forceinline__ int fragment_start(int warp) {
+  return warp * (ROWS * COLS * 32) + int(threadIdx.x) % 32 * WIDTH;
+}
+
+template <int WIDTH, int ROWS, int COLS>
+__device__ __forceinline__ void add_fragment(float* target, const float (&tile)[ROWS][COLS]) {
+  target += fragment_start<WIDTH, ROWS, COLS>(int(threadIdx.x) / 32);
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
     for (int j = 0; j < COLS; j += WIDTH) {
-      reduce_add<WIDTH>(target + (i * COLS + j) * THREADS + thread * WIDTH, &tile[i][j]);
+      reduce_add<WIDTH>(target + (i * COLS + j) * 32, &tile[i][j]);
     }
   }
 }
 
-template <int WIDTH, int THREADS, int ROWS, int COLS>
+template <int WIDTH, int ROWS, int COLS>
 __device__ __forceinline__ void load_fragment(float (&tile)[ROWS][COLS], const float* source) {
+  source += fragment_start<WIDTH, ROWS, COLS>(int(threadIdx.x) / 32);
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
     for (int j = 0; j < COLS; ++j) {
-      tile[i][j] = source[(i * COLS + j / WIDTH * WIDTH) * THREADS + int(threadIdx.x) * WIDTH + j % WIDTH];
+      tile[i][j] = source[(i * COLS + j / WIDTH * WIDTH) * 32 + j % WIDTH];
     }
   }
 }

@@ -104,12 +104,12 @@ __device__ __forceinline__ void load_vector(float* target, uint64* full, const f
       : "memory");
 }
 
-// The number of this thread in the order of a tile that warpgroups divide by columns: what converts the tile later
-// counts its warps along the columns first.
-template <int WARPGROUPS>
-__device__ __forceinline__ int thread_by_columns() {
+// The number of this warp in the order of a tile, of which ACROSS warpgroups have a part of the columns each: what
+// converts the tile later counts its warps along the columns first.
+template <int ACROSS>
+__device__ __forceinline__ int warp_of_tile() {
   const int warp = int(threadIdx.x) / 32;
-  return (warp % 4 * WARPGROUPS + warp / 4) * 32 + int(threadIdx.x) % 32;
+  return ACROSS == 1 ? warp : warp % 4 * ACROSS + warp / 4;
 }
 
 // This thread's writes to shared memory will be seen by TMA and by products, which read through another proxy.
@@ -139,6 +139,33 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, int row, int hea
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 __device__ __forceinline__ void wait_stored() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Adds a register tile to a float32 accumulator in its order, without holding up the warp: each warp writes its stretch to
+// its own part of shared memory, from where it is added as one bulk copy. It first waits for its last stretch to be read.
+template <int WIDTH, int ROWS, int COLS>
+__device__ __forceinline__ void reduce_fragment(float* target, float* through, const float (&tile)[ROWS][COLS], int warp) {
+  static_assert(WIDTH == 4, "a lane stores 16 bytes at a time");
+  constexpr int STRETCH = ROWS * COLS * 32;
+  const bool issues = threadIdx.x % 32 == 0;
+  float* const own = through + fragment_start<WIDTH, ROWS, COLS>(warp);
+  if (issues) wait_stored();
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < COLS; j += WIDTH) {
+      *reinterpret_cast<float4*>(own + (i * COLS + j) * 32) = make_float4(tile[i][j], tile[i][j + 1], tile[i][j + 2], tile[i][j + 3]);
+    }
+  }
+  fence_stores();
+  __syncwarp();
+  if (issues) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target + warp * STRETCH),
+                 "r"(shared_address(through + warp * STRETCH)), "n"(STRETCH * int(sizeof(float)))
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+}
 
 // A packed accumulator goes to a tile in panels: the 16-byte piece of a row is swizzled as TMA expects it.
 template <class Fragment, class Tile, int ROWS, int PAIRS>

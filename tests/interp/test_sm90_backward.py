@@ -16,7 +16,7 @@ from flashgen.ir.dtype import BF16, F16
 from flashgen.ir.expr import Const, J
 from flashgen.ir.visit import statements
 from flashgen.lower.sm90 import roles
-from flashgen.machine.base import Assign, MapFragment, StoreFragment
+from flashgen.machine.base import AddFragment, Assign, MapFragment, StoreFragment
 from flashgen.machine.sm90 import (
     ArriveEmpty,
     ArriveFull,
@@ -215,6 +215,26 @@ def test_a_tile_that_goes_from_warp_to_warp_needs_two_stages():
     single = replace(chosen, candidate=replace(chosen.candidate, stages=stages))
     with pytest.raises(ValueError, match="ds_tile goes from warp to warp: it needs two stages"):
         lower.run(nest, single)
+
+
+def test_the_part_through_which_dq_leaves_lies_over_no_other_tile():
+    """Where it does, who reads the other tile finds what it does not expect, or is overwritten."""
+    spec = Spec(128, 128, causal=True)
+    nest = nests.backward(spec)
+    chosen = plan(nest, spec)
+    case = Problem(spec, 1, 2, 1, 400, 200)
+    for under in ("q_tile", "k_tile", "ds_tile"):
+        offset = chosen.placement(under).offset
+        moved = tuple(replace(item, offset=offset) if item.buffer == "dq_part" else item for item in chosen.shared)
+        with pytest.raises(Hazard):
+            machine.run(lower.run(nest, chosen), replace(chosen, shared=moved), prepared(case, chosen), case.scalars)
+
+
+def test_blocks_of_all_heads_run_side_by_side():
+    spec = Spec(128, 128)
+    kernel = lower.run(nests.backward(spec), plan(nests.backward(spec), spec))
+    assert [axis.name for axis in kernel.axes] == ["head_kv", "kv_block", "batch"]
+    assert not [stmt for stmt in statements(kernel.body) if isinstance(stmt, AddFragment)]
 
 
 def test_unaligned_rows_take_the_portable_backward():

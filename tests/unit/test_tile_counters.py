@@ -103,3 +103,20 @@ def test_more_tiles_than_32_bits_count_are_refused():
     more = {"scale": 1.0, "scale_log2": 1.0, "multiprocessors": 132, "zero": 0}
     with pytest.raises(ValueError, match=r"tiles of queries exceed the \d+ of one launch; split the batch"):
         program.bind(dict.fromkeys("qkvo", (1, 1, 1)) | {"lse": (1, 1)}, sizes | more)
+
+
+def test_more_blocks_of_keys_than_a_grid_has_room_for_are_refused():
+    from flashgen import build
+    from flashgen.plan.arch import parse_arch
+    from flashgen.runtime.program import Program
+    from flashgen.spec import Spec
+
+    program = Program(build.backward(Spec(64, 64), parse_arch("sm_90a"))[1])
+    sizes = {"seqlen_q": 64, "seqlen_k": 65536 * 128, "heads": 1, "heads_kv": 1, "group": 1, "batches": 1}
+    more = {"scale": 1.0, "scale_log2": 1.0, "multiprocessors": 132, "zero": 0, "seqlen_q_padded": 128}
+    strides = dict.fromkeys((*"qkv", "dout", "dk", "dv", "dq_workspace"), (1, 1, 1))
+    strides |= dict.fromkeys(("lse_log2", "delta"), (1, 1))
+    with pytest.raises(
+        ValueError, match="kv_block has 65536 places, more than the 65535 of a grid; split the sequence"
+    ):
+        program.bind(strides, sizes | more)

@@ -8,8 +8,8 @@ from flashgen.ir.graph import access, independent
 from flashgen.ir.nodes import For, Kernel, Let, Stmt
 from flashgen.ir.visit import Body, rewrite, rewrite_kernel
 from flashgen.lower.sm90.roles import in_role
-from flashgen.machine.base import AddFragment, MapFragment, PackFragment, StoreFragment
-from flashgen.machine.sm90 import LoadVector, TmaLoad, Wgmma
+from flashgen.machine.base import MapFragment, PackFragment, StoreFragment
+from flashgen.machine.sm90 import LoadVector, ReduceFragment, TmaLoad, Wgmma
 from flashgen.plan.plan import Plan
 
 
@@ -62,18 +62,20 @@ def _ordered(loop: Stmt, plan: Plan) -> Stmt:
         )
     for product in [stmt for stmt in body if isinstance(stmt, Wgmma) and stmt.accumulate]:
         late = plan.has("late")
-        _move(body, product, 1, lambda stmt, late=late: isinstance(stmt, AddFragment) or _stops(stmt, late, body))
+        _move(body, product, 1, lambda stmt, late=late: isinstance(stmt, ReduceFragment) or _stops(stmt, late, body))
         for pack in [stmt for stmt in body if late and isinstance(stmt, PackFragment) and stmt.dst == product.a]:
-            _move(body, pack, 1, lambda stmt: False)
+            _move(body, pack, 1, lambda stmt: isinstance(stmt, PackFragment | StoreFragment))
     return replace(loop, body=tuple(body))
 
 
 def _stops(stmt: Stmt, late: bool, body: list[Stmt]) -> bool:
-    """What waits for a product in flight: with "late" it is let by, up to where the warps meet."""
+    """With "late" the next product; else what waits for a product in flight, or where the warps meet."""
+    if late:
+        return isinstance(stmt, Wgmma)
     if isinstance(stmt, StoreFragment):
         return True
     waited = {product.acc for product in body if isinstance(product, Wgmma) and not product.accumulate}
-    return not late and isinstance(stmt, MapFragment) and bool(access(stmt).reads & waited)
+    return isinstance(stmt, MapFragment) and bool(access(stmt).reads & waited)
 
 
 def _move(body: list[Stmt], stmt: Stmt, by: int, stop) -> None:

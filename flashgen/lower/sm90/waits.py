@@ -232,20 +232,21 @@ def guard_output(kernel: Kernel, plan: Plan) -> Kernel:
 
 
 def guard_exchange(kernel: Kernel, plan: Plan) -> Kernel:
-    """A barrier behind the store of a tile that the products of all warpgroups read.
+    """A barrier ahead of the product that reads a tile which all warps have stored.
 
     Two stages are enough for one barrier a step: who stores into a stage again has met, since, with those who have
     waited for the products that read it.
     Invariant: such a tile is read behind a barrier, and every warp has fenced what it wrote.
     """
-    read = {place.buffer for stmt in statements(kernel.body) if isinstance(stmt, Wgmma) for place in _tiles(stmt)}
+    stored = {stmt.dst.buffer for stmt in statements(kernel.body) if isinstance(stmt, StoreFragment)}
 
     def change(stmt: Stmt) -> Stmt | Body:
-        if not (isinstance(stmt, StoreFragment) and stmt.dst.buffer in read):
+        exchanged = [tile.buffer for tile in _tiles(stmt) if tile.buffer in stored] if isinstance(stmt, Wgmma) else []
+        if not exchanged:
             return stmt
-        if kernel.buffer(stmt.dst.buffer).stages < 2:
-            raise ValueError(f"{stmt.dst.buffer} goes from warp to warp: it needs two stages")
-        return stmt, FenceStores(), ConsumerBarrier(note=f"{stmt.dst.buffer} is whole")
+        if kernel.buffer(exchanged[0]).stages < 2:
+            raise ValueError(f"{exchanged[0]} goes from warp to warp: it needs two stages")
+        return FenceStores(), ConsumerBarrier(note=f"{exchanged[0]} is whole"), stmt
 
     return rewrite_kernel(kernel, change)
 

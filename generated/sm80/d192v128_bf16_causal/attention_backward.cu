@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     fill(dq_acc, 0.0f);
     multiply_shared<element, UNROLLED_DEPTH, DqAcc, DsTile, true, KTile, false>(dq_acc, ds_tile, k_tile);
     // other blocks of keys add to the same rows
-    add_fragment<REDUCTION_WIDTH, THREADS>(args.dq_workspace.at(batch, head, q_start), dq_acc);
+    add_fragment<REDUCTION_WIDTH>(args.dq_workspace.at(batch, head, q_start), dq_acc);
   }
 
   #pragma unroll

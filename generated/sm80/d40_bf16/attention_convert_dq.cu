@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_conv
   uint32 dq_out[DqAcc::ROWS][DqAcc::PAIRS];
 
   const int q_start = q_block * BLOCK_Q;
-  load_fragment<REDUCTION_WIDTH, THREADS>(dq_acc, args.dq_workspace.at(batch, head, q_start));
+  load_fragment<REDUCTION_WIDTH>(dq_acc, args.dq_workspace.at(batch, head, q_start));
   #pragma unroll
   for (int i = 0; i < DqAcc::ROWS; ++i) {
     #pragma unroll

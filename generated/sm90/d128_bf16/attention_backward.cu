@@ -5,7 +5,7 @@
 //   tile kv 128 x q 64, 12 warps, 2 stages, late (chosen by cost model)
 //   block_q = 64, block_kv = 128, head_dim = 128, head_dim_v = 128
 //   384 threads, about 224 registers each, 1 a multiprocessor
-//   shared memory 164944 of 232448 bytes
+//   shared memory 197712 of 232448 bytes
 //          0 ..  32768  q_tile, 2 x 16384 bytes, 256 bytes a row
 //      32768 ..  65536  dout_tile, 2 x 16384 bytes, 256 bytes a row
 //      65536 ..  98304  dk_tile, 1 x 32768 bytes, 256 bytes a row
@@ -15,6 +15,7 @@
 //     131072 .. 163840  ds_tile, 2 x 16384 bytes, 128 bytes a row
 //     163840 .. 164352  lse_tile, 2 x 256 bytes, 4 bytes a row
 //     164352 .. 164864  delta_tile, 2 x 256 bytes, 4 bytes a row
+//     164864 .. 197632  dq_part, 1 x 32768 bytes, 512 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of dp: 8 along rows, 1 along columns
@@ -58,12 +59,13 @@ using DsTile = PanelTile<BLOCK_KV, BLOCK_Q>;
 constexpr int DS_TILE_OFFSET = 131072;
 constexpr int LSE_TILE_OFFSET = 163840;
 constexpr int DELTA_TILE_OFFSET = 164352;
-constexpr int K_TILE_FULL_OFFSET = 164864;
-constexpr int V_TILE_FULL_OFFSET = 164872;
-constexpr int Q_TILE_FULL_OFFSET = 164880;
-constexpr int Q_TILE_EMPTY_OFFSET = 164896;
-constexpr int DOUT_TILE_FULL_OFFSET = 164912;
-constexpr int DOUT_TILE_EMPTY_OFFSET = 164928;
+constexpr int DQ_PART_OFFSET = 164864;
+constexpr int K_TILE_FULL_OFFSET = 197632;
+constexpr int V_TILE_FULL_OFFSET = 197640;
+constexpr int Q_TILE_FULL_OFFSET = 197648;
+constexpr int Q_TILE_EMPTY_OFFSET = 197664;
+constexpr int DOUT_TILE_FULL_OFFSET = 197680;
+constexpr int DOUT_TILE_EMPTY_OFFSET = 197696;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_KV, BLOCK_Q, 8, 1>;
@@ -156,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   const SharedAddress ds_tile = {shared + DS_TILE_OFFSET};
   float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
   float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
+  float* const dq_part = reinterpret_cast<float*>(shared + DQ_PART_OFFSET);
   uint64* const k_tile_full = reinterpret_cast<uint64*>(shared + K_TILE_FULL_OFFSET);
   uint64* const v_tile_full = reinterpret_cast<uint64*>(shared + V_TILE_FULL_OFFSET);
   uint64* const q_tile_full = reinterpret_cast<uint64*>(shared + Q_TILE_FULL_OFFSET);
@@ -164,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   uint64* const dout_tile_empty = reinterpret_cast<uint64*>(shared + DOUT_TILE_EMPTY_OFFSET);
 
   const int warpgroup = uniform(threadIdx.x / 128);
-  const int kv_block = blockIdx.x;
-  const int head_kv = blockIdx.y;
+  const int head_kv = blockIdx.x;
+  const int kv_block = blockIdx.y;
   const int batch = blockIdx.z;
 
   float s[S::ROWS][S::COLS];
@@ -283,12 +286,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
             p_operand[i][j] = pack<element>(p[i][2 * j], p[i][2 * j + 1]);
           }
         }
-        begin_products();
-        #pragma unroll
-        for (int k = 0; k < BLOCK_Q / 16; ++k) {
-          wgmma_64x128x16_registers(dv_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], dout_tile_operand, DoutTile::mn_major(k), 1);
-        }
-        commit_products();
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
           #pragma unroll
@@ -298,6 +295,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
         // dQ needs every key of the block
         store_panels<S, DsTile>(ds_tile + step % 2 * DsTile::BYTES, ds_operand);
+        begin_products();
+        #pragma unroll
+        for (int k = 0; k < BLOCK_Q / 16; ++k) {
+          wgmma_64x128x16_registers(dv_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], dout_tile_operand, DoutTile::mn_major(k), 1);
+        }
+        commit_products();
         fence_stores();
         // ds_tile is whole
         consumer_barrier<THREADS>();
@@ -319,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         __syncwarp();  // every lane has read the vectors that came with it
         arrive_warp(dout_tile_empty + step % 2);
         // other blocks of keys add to the same rows
-        add_fragment<REDUCTION_WIDTH, THREADS>(args.dq_workspace.at(batch, head, q_start), dq_acc, thread_by_columns<2>());
+        reduce_fragment<REDUCTION_WIDTH>(args.dq_workspace.at(batch, head, q_start), dq_part, dq_acc, warp_of_tile<2>());
         wait_products<0>();
         settle(dk_acc);
         __syncwarp();  // every lane has read the vectors that came with it
