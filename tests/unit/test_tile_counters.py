@@ -88,7 +88,7 @@ def test_a_bound_kernel_passes_the_counter_of_its_stream(runtime, monkeypatch):
     program.__dict__["launcher"] = launcher
     monkeypatch.setattr("flashgen.runtime.tensormap.TensorMap.at", lambda self, address: bytes(128))
     monkeypatch.setattr("flashgen.runtime.launch.context_device", lambda: 0)
-    bound.launch([0, 0, 0, 0, 2**30], 7, 0)
+    bound.launch((0, 0, 0, 0, 2**30), 7, 0)
     assert tile_counters.address(7, 0).to_bytes(8, "little") in launched[0]
 
 
