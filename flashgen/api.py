@@ -68,17 +68,25 @@ def compile(
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
     """
-    for name, value in (("causal", causal), ("deterministic", deterministic)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} = {value!r} must be True or False")
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout = {layout!r} is not known; use 'bshd' or 'bhsd'")
+    _check_flag("causal", causal)
+    _check_flag("deterministic", deterministic)
+    _check_layout(layout)
     if not isinstance(target, str) or target not in TARGETS:
         raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
     if debug.interpret():
         target = "interpret"
     spec = Spec(head_dim, head_dim if head_dim_v is None else head_dim_v, parse_dtype(dtype), causal, deterministic)
     return _kernel(spec, current_arch() if arch is None else parse_arch(arch), layout, target, arch is not None)
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} = {value!r} must be True or False")
+
+
+def _check_layout(layout: Any) -> None:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout = {layout!r} is not known; use 'bshd' or 'bhsd'")
 
 
 @cache
@@ -105,13 +113,20 @@ def attention(
     """
     if _traced():
         return _untraced(attention)(q, k, v, causal, scale, layout, return_lse)
-    library = library_of(q)
+    library_of(q)
     library_of(v, "v")
     check_dimensions("q", q)
     check_dimensions("v", v)
-    dtype = library.dtype_name(q)
-    kernel = compile(q.shape[3], causal, head_dim_v=v.shape[3], dtype=dtype, layout=layout)
+    _check_flag("causal", causal)
+    _check_layout(layout)
+    kernel = _compiled(q.shape[3], v.shape[3], q.dtype, causal, layout, current_arch(), debug.interpret())
     return kernel(q, k, v, scale=scale, return_lse=return_lse)
+
+
+@cache
+def _compiled(head_dim: int, head_dim_v: int, dtype: Any, causal: bool, layout: str, *_surroundings: Any) -> Kernel:
+    """`compile` for calls that repeat; the chip and FLASHGEN_INTERPRET, on which it depends too, are in the key."""
+    return compile(head_dim, causal, head_dim_v=head_dim_v, dtype=str(dtype).removeprefix("torch."), layout=layout)
 
 
 @cache
@@ -259,8 +274,7 @@ class Kernel:
 
             interpret.forward(self._interpreted(bound), library, self.layout, bound, (q, k, v), (o, lse))
             return o, lse
-        pointers = [library.pointer(array) for array in (q, k, v, o, lse)]
-        bound.launches[0].launch(pointers, library.stream(bound.device), bound.device)
+        bound.launches[0].launch(library.pointers((q, k, v, o, lse)), library.stream(bound.device), bound.device)
         return o, lse
 
     def backward(
@@ -291,7 +305,8 @@ class Kernel:
             arrays[name] = library.empty(shape, q, float32=True)
         stream = library.stream(bound.device)
         for launch_ in bound.launches:
-            launch_.launch([library.pointer(arrays[name]) for name in launch_.program.tensors], stream, bound.device)
+            pointers = library.pointers([arrays[name] for name in launch_.program.tensors])
+            launch_.launch(pointers, stream, bound.device)
         return dq, dk, dv
 
     def programs(self, stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
@@ -307,12 +322,12 @@ class Kernel:
         """The checked and bound call for arrays of these shapes, strides and alignment."""
         check_scale(scale, self.spec.head_dim)
         key: list[Any] = [stage, scale, library.name]
+        kind = type(arrays["q"])  # of which the library is known
         for name, array in arrays.items():
-            if library_of(array, name) is not library:
+            if type(array) is not kind and library_of(array, name) is not library:
                 raise TypeError(f"{name} is not of {library.name} as q is; convert all arrays to one library")
             try:
-                aligned = library.pointer(array) % 16 == 0
-                key.append((array.shape, library.strides(array), array.dtype, library.place(array), aligned))
+                key.append(library.signature(array))
             except RuntimeError:  # of a sparse tensor, a nested one, or one that stands for a batch of them
                 raise without_memory(name) from None
         known = tuple(key)

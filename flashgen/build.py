@@ -103,8 +103,11 @@ def backward_spec(spec: Spec, arch: Arch) -> Spec:
     return replace(spec, packed=1, deterministic=spec.deterministic or apart)
 
 
-def backward_with(spec: Spec, main: Plan) -> tuple[Stages, ...]:
-    """The backward with a given plan for its main kernel; the others follow its blocks."""
+def backward_with(spec: Spec, main: Plan, dq: Plan | None = None) -> tuple[Stages, ...]:
+    """The backward with a given plan for its main kernel; the others follow its blocks.
+
+    dq: for the kernel of dQ alone, where there is one; the planner's choice where None.
+    """
     arch = main.arch
     spec = backward_spec(spec, arch)
     nest = backward_nests.backward(spec)
@@ -116,7 +119,7 @@ def backward_with(spec: Spec, main: Plan) -> tuple[Stages, ...]:
 
     if spec.deterministic:
         dq_nest = backward_nests.backward_dq(spec)
-        last = _finish(dq_nest, planner.plan(dq_nest, spec, arch), spec)
+        last = _finish(dq_nest, dq or planner.plan(dq_nest, spec, arch), spec)
     else:
         last = follow(backward_nests.convert_dq)
     return follow(backward_nests.delta), _finish(nest, main, spec), last

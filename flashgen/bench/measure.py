@@ -28,6 +28,7 @@ from flashgen.bench.grid import CHANNELS, Cell
 from flashgen.bench.peers import Peer, first_line
 
 ROUND_MS = 12.0  # the least time of one round; an event is good to about a microsecond
+GLANCE = 4  # the part of a round that shows which of many are worth rounds
 MAX_LAUNCHES = 200
 NORM_TOLERANCE = 0.02  # two bf16 kernels differ by 3e-3 to 6e-3 in |x - ref| / |ref|
 ROW_TOLERANCE = 0.25  # the same for the worst (batch, position, head) row: one wrong row drowns in the norm
@@ -91,12 +92,16 @@ def settled(rates: Sequence[float], window: int = 10, tolerance: float = 0.01) -
 
 @dataclass
 class Competitor:
-    """One peer in one cell: its launch, what it measured, and what went wrong (empty if nothing did)."""
+    """One peer in one cell: its launch, what it measured, and what went wrong (empty if nothing did).
+
+    glance_ms: of the short look at many, where there was one.
+    """
 
     peer: Peer
     launch: Callable[[], Sequence[Any]]
     launches: int = 1
     rounds_ms: list[float] = field(default_factory=list)
+    glance_ms: float = 0.0
     error: float = 0.0
     row_error: float = 0.0
     failure: str = ""
@@ -109,9 +114,15 @@ class Competitor:
             self.failure = f"wrong result: relative error {norm:.2g}, worst row {row:.2g}"
 
     def record(self, flops: int) -> dict[str, Any]:
-        """What goes into the results: {"failed": reason}, or times in ms, rates in TFLOP/s and errors."""
+        """What goes into the results: {"failed": reason}, or times in ms, rates in TFLOP/s and errors.
+
+        {"glance_ms"} alone for one that was not worth rounds, and among the others where there was a glance.
+        """
         if self.failure:
             return {"failed": self.failure}
+        glance = {"glance_ms": self.glance_ms} if self.glance_ms else {}
+        if not self.rounds_ms:
+            return glance
         median = statistics.median(self.rounds_ms)
         return {
             "tflops": flops / median / 1e9,
@@ -121,7 +132,7 @@ class Competitor:
             "launches": self.launches,
             "error": self.error,
             "row_error": self.row_error,
-        }
+        } | glance
 
 
 def make_inputs(cell: Cell, device: str, seed: int) -> list[Any]:
@@ -182,9 +193,15 @@ def attempt(competitor: Competitor, clock: Any, step: Callable[[], None]) -> Non
         try:
             clock.synchronize()
         except Exception as lost:
-            raise RuntimeError(
-                f"{competitor.peer.name} broke the CUDA context, nothing more can be timed: {first_line(lost)}"
-            ) from error
+            raise ContextLost(competitor.peer.name, lost) from error
+
+
+class ContextLost(RuntimeError):
+    """A peer after which the device answers nothing more in this process. `peer` is its name."""
+
+    def __init__(self, peer: str, error: Exception) -> None:
+        super().__init__(f"{peer} broke the CUDA context, nothing more can be timed: {first_line(error)}")
+        self.peer = peer
 
 
 class Harness:
@@ -194,8 +211,14 @@ class Harness:
         self.clock, self.heater, self.device = clock, heater, device
         self.rounds, self.seed, self.random = rounds, seed, random.Random(seed)
 
-    def measure(self, cell: Cell, peers: Iterable[Peer]) -> dict[str, Any]:
-        """Times every peer that supports the cell; the cell's entry in the results (see `run.run`)."""
+    def measure(
+        self, cell: Cell, peers: Iterable[Peer], margin: float | None = None, kept: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Times every peer that supports the cell; the cell's entry in the results (see `run.run`).
+
+        With a margin (0.1 is 10 percent) all are glanced at, and only those within it of the fastest, and those whose
+        names are kept, go through the rounds.
+        """
         inputs = make_inputs(cell, self.device, self.seed)
         expected = reference(cell, inputs)
         results: dict[str, Any] = {}
@@ -206,7 +229,8 @@ class Harness:
                 results[peer.name] = {"skipped": reason}
             else:
                 entrants.append(self._prepare(peer, cell, inputs, expected))
-        self._race([one for one in entrants if not one.failure], expected)
+        working = [one for one in entrants if not one.failure]
+        self._race(working if margin is None else self._glance(working, margin, kept), expected)
         results |= {one.peer.name: one.record(cell.flops) for one in entrants}
         about = {"direction": cell.direction, "head_dim": cell.head_dim, "causal": cell.causal, "seqlen": cell.seqlen}
         return about | {"batch": cell.batch, "heads": cell.heads, "flops": cell.flops, "results": results}
@@ -226,6 +250,21 @@ class Harness:
 
         attempt(competitor, self.clock, step)
         return competitor
+
+    def _glance(self, competitors: list[Competitor], margin: float, kept: Sequence[str]) -> list[Competitor]:
+        """One short round; those that are within the margin of the fastest, and those that are kept."""
+
+        def look(one: Competitor) -> None:
+            with one.peer.context():
+                one.glance_ms, _ = self.clock.time(one.launch, max(1, one.launches // GLANCE))
+
+        if competitors:
+            self.heater.rate(100)
+        for one in self.random.sample(competitors, len(competitors)):
+            attempt(one, self.clock, partial(look, one))
+        working = [one for one in competitors if not one.failure]
+        limit = (1 + margin) * min((one.glance_ms for one in working), default=0.0)
+        return [one for one in working if one.glance_ms <= limit or one.peer.name in kept]
 
     def _race(self, competitors: list[Competitor], expected: Sequence[Any]) -> None:
         """The rounds: each competitor once a round, in a new order every round; then a second look at its result."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +140,9 @@ def finish(results: dict[str, Any], out: Path, console: Console) -> None:
     console.print(f"Written to {out}/: bench.json, bench.txt, bench.png", markup=False, highlight=False)
 
 
-def make_console() -> Console:
+def make_console(width: int = 120) -> Console:
     """The terminal; wide enough for the table where the output goes to a file or a pipe."""
-    return Console() if sys.stdout.isatty() else Console(width=120)
+    return Console() if sys.stdout.isatty() else Console(width=width)
 
 
 def make_progress(console: Console) -> Progress:
@@ -160,13 +160,30 @@ PRESET_HELP = "Part of the grid: " + "; ".join(f"{name}: {preset.why}" for name,
 PEERS_HELP = "Comma-separated: flashgen, fa2, cudnn, flex, fa3, fa4. Default: all that are installed, without flex."
 
 
+def grid_options(function: Callable) -> Callable:
+    """The options that say which cells are timed."""
+    for option in reversed(
+        (
+            click.option(
+                "--preset", type=click.Choice(list(grid.PRESETS)), default="spine", show_default=True, help=PRESET_HELP
+            ),
+            click.option(
+                "--direction", type=click.Choice(grid.DIRECTIONS), multiple=True, help="Default: both. Repeatable."
+            ),
+            click.option(
+                "--head-dim", type=click.IntRange(8, 256), multiple=True, help="Replaces the preset's. Repeatable."
+            ),
+            click.option("--seqlen", type=click.IntRange(1), multiple=True, help="Replaces the preset's. Repeatable."),
+            click.option("--causal/--full", "causal", default=None, help="Only this mask. Default: both."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
 @click.command("bench")
-@click.option("--preset", type=click.Choice(list(grid.PRESETS)), default="spine", show_default=True, help=PRESET_HELP)
-@click.option("--direction", type=click.Choice(grid.DIRECTIONS), multiple=True, help="Default: both. Repeatable.")
+@grid_options
 @click.option("--peers", "names", metavar="NAMES", help=PEERS_HELP)
-@click.option("--head-dim", type=click.IntRange(8, 256), multiple=True, help="Replaces the preset's. Repeatable.")
-@click.option("--seqlen", type=click.IntRange(1), multiple=True, help="Replaces the preset's. Repeatable.")
-@click.option("--causal/--full", "causal", default=None, help="Only this mask. Default: both.")
 @click.option("--rounds", type=click.IntRange(5), default=7, show_default=True, help="Rounds; the median counts.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs and of the order of competitors.")
 @click.option("--out", type=click.Path(file_okay=False), default="bench-results", show_default=True, help="Folder.")

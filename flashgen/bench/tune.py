@@ -1,162 +1,186 @@
-"""Times the planner's candidates beside the peers: what the cost model should have known, and lines for plan/tuned.py.
+"""Times the planner's candidates in the cells of the grid: is its choice the best, and if not, which line mends it?
 
-The figure of a planner is its regret: how much slower its choice is than the best candidate.
+All candidates of a kernel are compiled, checked against torch's attention and glanced at; those within 10 percent of
+the fastest, and the planner's choice, are then timed in shuffled rounds. What is timed is a whole direction. A
+backward takes the candidates of its main kernel, and where dQ has a kernel with candidates of its own (head dims over
+128 on sm_90a) those of that one next, each time with the other kernel at the planner's present choice.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
+from rich.console import Console
 
-from flashgen import build
-from flashgen.api import Kernel, current_arch, programs
-from flashgen.attention import backward as backward_nests
-from flashgen.attention import forward as forward_nest
+import flashgen
+from flashgen.api import current_arch
+from flashgen.bench import candidates, grid, regret, report
+from flashgen.bench.candidates import CandidatePeer, Problem
 from flashgen.bench.grid import Cell
-from flashgen.bench.measure import CudaClock, Harness, Heater
-from flashgen.bench.peers import Attend, Peer, choose
-from flashgen.bench.run import require_gpu
-from flashgen.plan import planner, tuned
+from flashgen.bench.run import BenchError, grid_options, make_console, require_gpu
 from flashgen.plan.arch import Arch, parse_arch
-from flashgen.plan.plan import Plan, Verdict
-from flashgen.runtime.compile import compile_many
-from flashgen.runtime.program import Program
-from flashgen.spec import Spec
+from flashgen.runtime.compile import nvrtc_version
+
+MARGIN = 0.10  # how far behind the fastest glance a candidate is still worth rounds
+SAME = ("card", "arch", "nvrtc", "flashgen")  # what all cells of a file have in common
 
 
-class _TunedKernel(Kernel):
-    """A kernel object that launches given programs for one stage."""
+class Tuner:
+    """One run: which card and chip, how careful, until when, and the file with what has been measured.
 
-    def __init__(self, spec: Spec, arch: Arch, stage: str, made: tuple[Program, ...]) -> None:
-        super().__init__(spec, arch, "bshd", "cuda", False)
-        self._stage, self._made = stage, made
-
-    def programs(self, stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
-        return self._made if stage == self._stage else programs(stage, spec, arch)
-
-
-class CandidatePeer(Peer):
-    """One candidate plan as a competitor."""
-
-    def __init__(self, spec: Spec, direction: str, plan: Plan, verdict: Verdict) -> None:
-        self.name = self.title = str(plan.candidate)
-        self.spec, self.plan, self.verdict = spec, plan, verdict
-        made = (build.forward_with(spec, plan),) if direction == "fwd" else build.backward_with(spec, plan)
-        self.programs = tuple(Program(stages) for stages in made)
-        self.main = self.programs[0 if direction == "fwd" else 1]
-        stage = "forward" if direction == "fwd" else "backward"
-        self.kernel = _TunedKernel(spec, plan.arch, stage, self.programs)
-
-    def version(self) -> str:
-        return "candidate"
-
-    def available(self) -> str:
-        return ""
-
-    def bind(self, cell: Cell) -> Attend:
-        return self.kernel
-
-
-def candidates(spec: Spec, direction: str, arch: Arch, limit: int) -> list[CandidatePeer]:
-    """The best candidates by the cost model, compiled."""
-    nest = forward_nest.forward(spec) if direction == "fwd" else backward_nests.backward(spec)
-    fitting = [verdict for verdict in planner.plan(nest, spec, arch).verdicts if not verdict.rejection][:limit]
-    made = [CandidatePeer(spec, direction, planner.make(nest, spec, arch, item.candidate), item) for item in fitting]
-    compile_many([(program.stages.source, arch.target) for peer in made for program in peer.programs])
-    return made
-
-
-def tune(cell: Cell, yardsticks: Iterable[Peer], harness: Harness, limit: int, arch: Arch) -> list[dict[str, Any]]:
-    """Every candidate's median milliseconds in one cell, fastest first; yardsticks are among the rows.
-
-    The fastest candidate's row has its line for plan/tuned.py.
+    The file: {"about": {"card", "capability", "arch", "nvrtc", "flashgen", ...}, "broken": {"kernels candidate":
+    reason}, "cells": [{"kernel", "kernels", "date", "rounds", "top", "direction", "head_dim", "causal", "seqlen",
+    "batch", "heads", "flops", "results": {candidate: record}}]}, where "kernels" is a hash of the texts of all that was
+    timed together. A record has "cost", "registers", "spills" and either "failed", "skipped" or what
+    `measure.Competitor.record` gives.
     """
-    spec = Spec(cell.head_dim, cell.head_dim, causal=cell.causal)
-    made = candidates(spec, cell.direction, arch, limit)
-    results = harness.measure(cell, [*yardsticks, *made])["results"]
-    rows = []
-    for name, record in results.items():
-        peer = next((item for item in made if item.name == name), None)
-        row: dict[str, Any] = {"name": name, "failure": record.get("failure", "") or record.get("skipped", "")}
-        if record.get("rounds_ms"):
-            milliseconds = statistics.median(record["rounds_ms"])
-            row |= {"ms": milliseconds, "tflops": cell.flops / milliseconds / 1e9}
-        if peer is not None:
-            report = peer.main.cubin.report
-            row |= {"cost": peer.verdict.cost, "registers": report.registers}
-            row |= {"spills": report.spill_stores + report.spill_loads, "seconds": report.seconds}
-        rows.append(row)
-    rows.sort(key=lambda row: row.get("ms", 1e9))
-    by_name = {peer.name: peer for peer in made}
-    best = next((row for row in rows if row["name"] in by_name and "ms" in row and not row["failure"]), None)
-    if best is not None:
-        options = f"--limit {limit} --rounds {harness.rounds}"
-        if arch != current_arch():
-            options += f" --arch {arch.name}"
-        best["line"] = table_line(cell, by_name[best["name"]], best["tflops"], options)
-    return rows
+
+    def __init__(self, harness: Any, arch: Arch, output: Path, top: int | None, limit: float, console: Console) -> None:
+        self.harness, self.arch, self.output, self.top, self.console = harness, arch, output, top, console
+        self.deadline = time.monotonic() + limit
+        self.results = opened(output, about(arch))
+        self.left_out: list[str] = []
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Times what the file does not have yet, until the time is over."""
+        for direction, head_dim, causal in dict.fromkeys(
+            (cell.direction, cell.head_dim, cell.causal) for cell in cells
+        ):
+            wanted = [c for c in cells if (c.direction, c.head_dim, c.causal) == (direction, head_dim, causal)]
+            for problem in candidates.problems(direction, head_dim, causal, self.arch):
+                self._time_all(problem, wanted)
+        if self.left_out:
+            text = f"Out of time; left out: {', '.join(self.left_out)}. The same command continues."
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _time_all(self, problem: Problem, cells: Sequence[Cell]) -> None:
+        """The cells of one kernel, head_dim and mask."""
+        peers = candidates.entrants(problem, self.arch, self.top)
+        kernels = candidates.digest(peers)
+        missing = [cell for cell in cells if not self._has(problem, cell, kernels)]
+        for number, cell in enumerate(missing):
+            if time.monotonic() >= self.deadline:
+                self.left_out += [f"{problem.kernel} {cell}" for cell in missing[number:]]
+                return
+            if not number:
+                self._compile(problem, peers, kernels)
+            self._time(problem, cell, peers, kernels)
+
+    def _has(self, problem: Problem, cell: Cell, kernels: str) -> bool:
+        """Whether the file has a cell, measured with these kernels."""
+        return any(self._same(entry, problem, cell) and entry["kernels"] == kernels for entry in self.results["cells"])
+
+    @staticmethod
+    def _same(entry: dict[str, Any], problem: Problem, cell: Cell) -> bool:
+        place = (entry["kernel"], entry["head_dim"], entry["causal"], entry["seqlen"])
+        return place == (problem.kernel, cell.head_dim, cell.causal, cell.seqlen)
+
+    def _compile(self, problem: Problem, peers: Sequence[CandidatePeer], kernels: str) -> None:
+        """Compiles what has not broken an earlier run."""
+        begin = time.monotonic()
+        for peer in peers:
+            peer.failure = self.results["broken"].get(f"{kernels} {peer.name}", "")
+        candidates.compile_all(peer for peer in peers if not peer.failure)
+        refused = sum(bool(peer.failure) for peer in peers)
+        text = f"{problem.kernel} {problem.spec}: {len(peers)} candidates, {refused} of them not to be timed"
+        self.console.print(f"{text}; compiled in {time.monotonic() - begin:.0f} s", markup=False, highlight=False)
+
+    def _time(self, problem: Problem, cell: Cell, peers: Sequence[CandidatePeer], kernels: str) -> None:
+        """Times one cell and writes the file."""
+        from flashgen.bench.measure import ContextLost
+
+        try:
+            entry = self.harness.measure(cell, peers, MARGIN, [str(problem.plan().candidate)])
+        except ContextLost as lost:
+            self.results["broken"][f"{kernels} {lost.peer}"] = str(lost)
+            report.save(self.results, self.output)
+            raise BenchError(f"{lost}; run again, {self.output} has noted it and leaves it out") from None
+        for peer in peers:
+            entry["results"][peer.name] |= peer.facts()
+        entry |= {"kernel": problem.kernel, "kernels": kernels, "date": date.today().isoformat()}
+        entry |= {"rounds": self.harness.rounds, "top": self.top}
+        self.results["cells"] = [e for e in self.results["cells"] if not self._same(e, problem, cell)] + [entry]
+        report.save(self.results, self.output)
+        self.console.print(regret.line(entry, problem), markup=False, highlight=False, soft_wrap=True)
 
 
-def table_line(cell: Cell, peer: CandidatePeer, tflops: float, options: str) -> str:
-    """The line of TABLE in plan/tuned.py that makes a candidate the choice."""
-    figure = f"{torch.cuda.get_device_name()}, {date.today().isoformat()}, {tflops:.0f} TFLOP/s"
-    problem = f"--direction {cell.direction} --head-dim {cell.head_dim} --{cell.mask} --seqlen {cell.seqlen}"
-    command = f"python -m flashgen tune {problem} {options}"
-    return tuned.line(peer.plan.kernel, peer.spec, peer.plan.arch, peer.plan.candidate, figure, command)
+def about(arch: Arch) -> dict[str, Any]:
+    """The card and the software."""
+    from flashgen.bench.measure import environment
+
+    return environment() | {"arch": arch.name, "nvrtc": nvrtc_version(), "flashgen": flashgen.__version__}
 
 
-@click.command()
-@click.option("--direction", type=click.Choice(["fwd", "bwd"]), multiple=True, default=("fwd", "bwd"))
-@click.option("--head-dim", type=int, multiple=True, default=(64, 128))
-@click.option("--seqlen", type=int, multiple=True, default=(4096,))
-@click.option("--causal/--full", default=None, help="One mask; both where neither is given.")
-@click.option("--limit", default=16, help="Candidates for each cell, the best by the cost model.")
-@click.option("--rounds", default=5)
-@click.option("--arch", default=None, help="Such as sm_90a; the GPU's default where not given.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="A JSON file for all rows.")
+def opened(path: Path, here: dict[str, Any]) -> dict[str, Any]:
+    """What a file has, or the beginning of one. Raises BenchError where it comes from another card or version."""
+    if not path.exists():
+        return {"about": here, "broken": {}, "cells": []}
+    found = report.load(path)
+    differing = [name for name in SAME if found["about"].get(name) != here[name]]
+    if differing:
+        name = differing[0]
+        raise BenchError(f"{path} is of {name} {found['about'].get(name)}, not {here[name]}; give another --output")
+    return found
+
+
+@click.command("tune")
+@grid_options
+@click.option("--top", type=click.IntRange(1), help="Only the best candidates by the model.  [default: all that fit]")
+@click.option("--rounds", type=click.IntRange(3), default=5, show_default=True, help="Rounds; the median counts.")
+@click.option("--limit", type=float, metavar="SECONDS", help="Begin no cell after so long.  [default: none]")
+@click.option("--arch", help="Such as sm_90.  [default: the GPU's own]")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="tune.json",
+    show_default=True,
+    help="Written after each cell; cells that it has are not timed again.",
+)
+@click.option(
+    "--report", "old", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="Only show this file; no GPU."
+)
 def command(
+    preset: str,
     direction: tuple[str, ...],
     head_dim: tuple[int, ...],
     seqlen: tuple[int, ...],
     causal: bool | None,
-    limit: int,
+    top: int | None,
     rounds: int,
+    limit: float | None,
     arch: str | None,
-    out: Path | None,
+    output: Path,
+    old: Path | None,
 ) -> None:
-    """Time the planner's candidates on this GPU beside FA2 and cuDNN; print the best as a line for plan/tuned.py."""
+    """Time the planner's candidates on this GPU; show how far its choices are behind the best.
+
+    Where a choice is more than 3 percent behind, the end shows a line for flashgen/plan/tuned.py. Run again with the
+    same --output to continue. The full preset takes about six minutes on 16 cores.
+
+    \b
+    python -m flashgen tune --preset full --direction fwd --limit 540 --output fwd.json
+    python -m flashgen tune --direction bwd --head-dim 128 --causal --seqlen 4096 --top 4
+    python -m flashgen tune --report fwd.json
+    """
+    console = make_console(220)
+    if old is not None:
+        regret.show(report.load(old), console)
+        return
     require_gpu()
-    clock = CudaClock()
-    heater = Heater(clock, "cuda")
-    print(f"{torch.cuda.get_device_name()}: cuBLAS {heater.settle()[1]:.0f} TFLOP/s", flush=True)
-    harness = Harness(clock, heater, "cuda", rounds=rounds)
-    yardsticks = choose(["fa2", "cudnn"])[0]
+    from flashgen.bench import measure
+
+    masks = None if causal is None else (causal,)
+    cells = grid.cells(preset, direction or grid.DIRECTIONS, head_dim or None, masks, seqlen or None)
+    clock = measure.CudaClock()
+    heater = measure.Heater(clock, "cuda")
+    harness = measure.Harness(clock, heater, "cuda", rounds)
     chip = current_arch() if arch is None else parse_arch(arch)
-    every = []
-    masks = (False, True) if causal is None else (causal,)
-    for cell in (Cell(d, h, c, s) for d in direction for h in head_dim for c in masks for s in seqlen):
-        rows = tune(cell, yardsticks, harness, limit, chip)
-        every.append({"cell": str(cell), "rows": rows})
-        print(cell, flush=True)
-        for row in rows:
-            detail = " ".join(
-                f"{key}={row[key]:.4g}" for key in ("tflops", "cost", "registers", "spills") if key in row
-            )
-            print(f"  {row['name']:60s} {detail} {row['failure']}", flush=True)
-        for row in rows:
-            if "line" in row:
-                print(f"for TABLE in flashgen/plan/tuned.py:\n{row['line']}", flush=True)
-        if out is not None:
-            out.write_text(json.dumps(every, indent=1))
-    print(f"cuBLAS {heater.rate():.0f} TFLOP/s at the end")
-
-
-if __name__ == "__main__":
-    command()
+    tuner = Tuner(harness, chip, output, top, float("inf") if limit is None else limit, console)
+    console.print(f"cuBLAS 8192-cubed bf16: {heater.settle()[1]:.0f} TFLOP/s warm", highlight=False)
+    tuner.run(cells)
+    regret.show(tuner.results, console)

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate
 from flashgen.spec import Spec
 
+WIDTH = 100  # of a command in a line
 Key = tuple[str, str, int, int, bool]
 
 
@@ -97,7 +99,9 @@ def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:
 def line(kernel: str, spec: Spec, arch: Arch, candidate: Candidate, figure: str, command: str) -> str:
     """A measurement as an item of TABLE. figure: card, date and TFLOP/s. command: what measures it again."""
     values = [candidate.blocks, candidate.warps, candidate.depths]
-    items = [*(f"{value!r}," for value in values), repr(f"{figure}: "), f"{command!r},"]
+    words = textwrap.wrap(command, WIDTH, drop_whitespace=False, break_on_hyphens=False)
+    items = [*(f"{value!r}," for value in values), repr(f"{figure}: "), *map(repr, words)]
+    items[-1] += ","
     items += [f"split={candidate.split},"] * (candidate.split != 1)
     items += [f"traits={candidate.traits!r},"] * bool(candidate.traits)
     text = "".join(f"        {item}\n" for item in items)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 Shape = tuple[int, ...]
 
 
-class View(NamedTuple):
-    """A (batch, heads, seqlen, head_dim) view of an array: address, shape, strides in elements, address alignment."""
-
-    pointer: int
-    shape: Shape
-    strides: Shape
-
-
 @dataclass(frozen=True)
 class Library:
-    """One array library: what flashgen needs from it."""
+    """One array library: what flashgen needs from it. So written it is NumPy; the others differ from that."""
 
     name: str
 
@@ -29,74 +22,114 @@ class Library:
 
     def device(self, array: Any) -> int | None:
         """The CUDA device's number, or None on the host."""
-        if self.name == "torch":
-            kind = array.device.type
-            if kind not in ("cuda", "cpu"):
-                raise ValueError(f"device {array.device} is not supported; use a CUDA or CPU tensor")
-            return array.device.index if kind == "cuda" else None
-        return array.device.id if self.name == "cupy" else None
+        return None
 
-    def place(self, array: Any) -> Any:
-        """Something hashable that differs where devices do, for keys: `device` takes four times as long with torch."""
-        return array.device if self.name == "torch" else self.device(array)
+    def signature(self, array: Any) -> tuple:
+        """All that a call depends on but the address, hashable. Raises RuntimeError for a tensor without memory."""
+        aligned = self.pointer(array) % 16 == 0
+        return array.shape, array.strides, array.dtype, self.device(array), aligned
 
     def strides(self, array: Any) -> Shape:
         """Strides in elements."""
-        if self.name == "torch":
-            return array.stride()
         return tuple(stride // array.itemsize for stride in array.strides)
 
     def pointer(self, array: Any) -> int:
         """Address of the first element."""
-        if self.name == "torch":
-            return array.data_ptr()
-        return array.data.ptr if self.name == "cupy" else array.ctypes.data
+        return array.ctypes.data
+
+    def pointers(self, arrays: Iterable[Any]) -> tuple[int, ...]:
+        """Addresses of several arrays."""
+        return tuple([self.pointer(array) for array in arrays])
 
     def dtype_name(self, array: Any) -> str:
-        return str(array.dtype).removeprefix("torch.")
+        return str(array.dtype)
 
     def empty(self, shape: Shape, like: Any, float32: bool = False) -> Any:
         """An uninitialised array on the device of another, of its type or of float32."""
-        if self.name == "torch":
-            return like.new_empty(shape, dtype=self.module().float32) if float32 else like.new_empty(shape)
         module = self.module()
         return module.empty(shape, dtype=module.float32 if float32 else like.dtype)
 
     def zeros(self, shape: Shape, like: Any) -> Any:
         """A float32 array of zeros on the device of another."""
         module = self.module()
-        if self.name == "torch":
-            return like.new_zeros(shape, dtype=module.float32)
         return module.zeros(shape, dtype=module.float32)
 
     def contiguous(self, array: Any) -> Any:
-        return array.contiguous() if self.name == "torch" else self.module().ascontiguousarray(array)
+        return self.module().ascontiguousarray(array)
 
     def stream(self, device: int) -> int:
         """The library's current CUDA stream on a device."""
-        if self.name == "torch":
-            return self.module()._C._cuda_getCurrentRawStream(device)
-        return self.module().cuda.get_current_stream().ptr
+        raise NotImplementedError("NumPy has no streams")
 
     def to_numpy(self, array: Any) -> Any:
         """A float32 NumPy copy on the host."""
         import numpy as np
 
-        if self.name == "torch":
-            return array.detach().to("cpu", self.module().float32).numpy()
-        host = array.get() if self.name == "cupy" else array
-        return np.ascontiguousarray(host, dtype=np.float32)
+        return np.ascontiguousarray(array, dtype=np.float32)
 
     def from_numpy(self, array: Any, like: Any, float32: bool = False) -> Any:
         """A float32 NumPy array as one of this library, on the device and of the type of another."""
         module = self.module()
-        dtype = module.float32 if float32 else like.dtype
-        if self.name == "torch":
-            return module.from_numpy(array).to(like.device, dtype)
-        return module.asarray(array).astype(dtype)
+        return module.asarray(array).astype(module.float32 if float32 else like.dtype)
 
 
-LIBRARIES = {name: Library(name) for name in ("torch", "cupy", "numpy")}
+class _Cupy(Library):
+    def device(self, array: Any) -> int | None:
+        return array.device.id
+
+    def pointer(self, array: Any) -> int:
+        return array.data.ptr
+
+    def stream(self, device: int) -> int:
+        return self.module().cuda.get_current_stream().ptr
+
+    def to_numpy(self, array: Any) -> Any:
+        return super().to_numpy(array.get())
+
+
+class _Torch(Library):
+    def device(self, array: Any) -> int | None:
+        kind = array.device.type
+        if kind not in ("cuda", "cpu"):
+            raise ValueError(f"device {array.device} is not supported; use a CUDA or CPU tensor")
+        return array.device.index if kind == "cuda" else None
+
+    def signature(self, array: Any) -> tuple:  # in one go, as it is asked of each tensor of each call
+        return array.shape, array.stride(), array.dtype, array.device, array.data_ptr() % 16 == 0
+
+    def strides(self, array: Any) -> Shape:
+        return array.stride()
+
+    def pointer(self, array: Any) -> int:
+        return array.data_ptr()
+
+    def pointers(self, arrays: Iterable[Any]) -> tuple[int, ...]:
+        return tuple([array.data_ptr() for array in arrays])  # a call less for each
+
+    def dtype_name(self, array: Any) -> str:
+        return str(array.dtype).removeprefix("torch.")
+
+    def empty(self, shape: Shape, like: Any, float32: bool = False) -> Any:
+        return like.new_empty(shape, dtype=self.module().float32) if float32 else like.new_empty(shape)
+
+    def zeros(self, shape: Shape, like: Any) -> Any:
+        return like.new_zeros(shape, dtype=self.module().float32)
+
+    def contiguous(self, array: Any) -> Any:
+        return array.contiguous()
+
+    def stream(self, device: int) -> int:
+        return self.module()._C._cuda_getCurrentRawStream(device)
+
+    def to_numpy(self, array: Any) -> Any:
+        return array.detach().to("cpu", self.module().float32).numpy()
+
+    def from_numpy(self, array: Any, like: Any, float32: bool = False) -> Any:
+        module = self.module()
+        return module.from_numpy(array).to(like.device, module.float32 if float32 else like.dtype)
+
+
+LIBRARIES = {"torch": _Torch("torch"), "cupy": _Cupy("cupy"), "numpy": Library("numpy")}
 
 
 def library_of(array: Any, name: str = "q") -> Library:

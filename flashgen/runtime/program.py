@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 
 from flashgen.build import Stages
@@ -103,6 +103,13 @@ class Program:
         return TensorMap(item.dtype.name, (cols, rows, heads, batches), tuple(reversed(strides[:3])), block)
 
 
+def _divided(blocks: int, heads: int, batches: int) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """The first batch of each launch, and its grid."""
+    if blocks and heads:
+        for first in range(0, batches, MAX_BLOCKS):
+            yield first, (blocks, heads, min(batches - first, MAX_BLOCKS))
+
+
 class Bound:
     """A program with everything bound but addresses.
 
@@ -127,26 +134,22 @@ class Bound:
         self.maps = maps
         self.batch_bytes = batch_bytes
         self.grid = grid
+        self.launches = list(_divided(*grid))
         self._args = lru_cache(KEPT)(self._packed)
 
-    def launch(self, pointers: Sequence[int], stream: int, device: int) -> None:
+    def launch(self, pointers: tuple[int, ...], stream: int, device: int) -> None:
         """Launch with the addresses of the tensors, in their order; a grid without blocks is no launch."""
-        if not all(self.grid[:2]):
-            return
         if launch.context_device() == device:
             self._launch(pointers, stream, device)
-        else:  # counters and tensor maps need the context, not the launch alone
+        elif self.launches:  # counters and tensor maps need the context, not the launch alone
             with launch.current(device):
                 self._launch(pointers, stream, device)
 
-    def _launch(self, pointers: Sequence[int], stream: int, device: int) -> None:
+    def _launch(self, pointers: tuple[int, ...], stream: int, device: int) -> None:
         """Launch on the device, which is current."""
-        blocks, heads, batches = self.grid
-        counter = 0 if self.counter is None else tile_counters.address(stream, device)
-        for first in range(0, batches, MAX_BLOCKS):
-            args = self._args(tuple(pointers), counter, first)
-            grid = (blocks, heads, min(batches - first, MAX_BLOCKS))
-            self.program.launcher.launch_here(grid, args, stream, device)
+        for first, grid in self.launches:
+            counter = 0 if self.counter is None else tile_counters.address(stream, device)
+            self.program.launcher.launch_here(grid, self._args(pointers, counter, first), stream, device)
 
     def _packed(self, pointers: tuple[int, ...], counter: int, first: int) -> bytes:
         """The struct of arguments from batch `first` on."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from flashgen.runtime.bindings import libcuda
 
@@ -39,18 +41,22 @@ class TensorMap:
             found = self._known[address] = self._encode(address)
         return found
 
-    def _encode(self, address: int) -> bytes:
-        storage = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
-        aligned = -(-ctypes.addressof(storage) // ALIGNMENT) * ALIGNMENT
+    @cached_property
+    def _described(self) -> tuple[Any, ...]:
+        """What the driver is told behind the address."""
         sizes = (ctypes.c_uint64 * 4)(*(max(size, 1) for size in self.sizes))
         # The stride of a dimension of one element is never used, but has to be a multiple of 16 bytes.
         steps = [2 * stride if size > 1 else 16 for stride, size in zip(self.strides, self.sizes[1:], strict=True)]
         strides = (ctypes.c_uint64 * 3)(*steps)
         box = (ctypes.c_uint32 * 4)(*self.box, 1)
         ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
-        kinds = (NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO)
+        return sizes, strides, box, ones, NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO
+
+    def _encode(self, address: int) -> bytes:
+        storage = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
+        aligned = -(-ctypes.addressof(storage) // ALIGNMENT) * ALIGNMENT
         failed = libcuda().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(aligned), TYPES[self.dtype], 4, ctypes.c_void_p(address), sizes, strides, box, ones, *kinds
+            ctypes.c_void_p(aligned), TYPES[self.dtype], 4, ctypes.c_void_p(address), *self._described
         )
         if failed:
             raise RuntimeError(f"the driver refuses a tensor map (error {failed}) for {self}")

@@ -14,7 +14,8 @@ from flashgen.runtime.bindings import libcuda, runtime
 
 COUNT = 16384  # in one allocation: 64 KiB
 BYTES = 4
-DEFAULT_STREAMS = (0, 1, 2)  # handles that are never captured
+LEGACY = (0, 1)  # two handles of one stream, which all threads share
+PER_THREAD = 2  # one handle of a stream for each thread; like the others up to here it is never captured
 
 
 class _Counters:
@@ -24,12 +25,12 @@ class _Counters:
         self.device = device
         self.lock = threading.Lock()
         self.free: list[int] = []
-        self.of_stream: dict[int, int] = {}
+        self.of_stream: dict[int | None, int] = {}  # by the driver's number; None for the legacy default stream
 
     def address(self, stream: int) -> int:
         """The counter of a launch on a stream. Raises RuntimeError where captures have used up what there is."""
-        capturing = stream not in DEFAULT_STREAMS and runtime().streamIsCapturing(stream)
-        number = 0 if capturing else stream_number(stream)
+        capturing = stream > PER_THREAD and runtime().streamIsCapturing(stream)
+        number = None if capturing or stream in LEGACY else stream_number(stream)
         found = None if capturing else self.of_stream.get(number)
         if found is not None:
             return found

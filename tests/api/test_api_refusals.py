@@ -111,6 +111,16 @@ def test_a_choice_of_another_type(name, wrong):
     refused(flashgen.compile, 64, **{name: wrong}, mentions=[f"{name} = {wrong!r}", "use"])
 
 
+def test_a_good_call_before_hides_nothing():
+    """Kernels are kept by what they were asked for, and 1 == True."""
+    arrays = good()
+    flashgen.attention(*arrays, causal=True)
+    for wrong in (1, [], None):
+        refused(flashgen.attention, *arrays, causal=wrong, mentions=[f"causal = {wrong!r}", "True or False"])
+    for wrong in ([], {}, b"bshd", None):
+        refused(flashgen.attention, *arrays, layout=wrong, mentions=[f"layout = {wrong!r}", "use"])
+
+
 def test_float32_arrays(kernel):
     both_ways(kernel, *(x.astype(np.float32) for x in good()), mentions="float32")
 

@@ -169,6 +169,42 @@ def test_harness_times_right_peers_and_refuses_the_others(small, direction):
     json.dumps(answer)
 
 
+class ClockByName:
+    """Each launch takes what its peer's name says, and is counted."""
+
+    def __init__(self):
+        self.names, self.counts = {}, {}
+
+    def time(self, launch, count):
+        result = launch()
+        name = launch.peer.name
+        self.counts.setdefault(name, []).append(count)
+        return float(name), result
+
+    def synchronize(self):
+        pass
+
+
+def test_a_glance_says_who_is_worth_rounds(small, monkeypatch):
+    original = measure.launcher
+
+    def launcher(peer, cell, inputs):
+        launch = original(peer, cell, inputs)
+        launch.peer = peer
+        return launch
+
+    monkeypatch.setattr(measure, "launcher", launcher)
+    clock = ClockByName()
+    crowd = [FakePeer(name) for name in ("1.0", "1.09", "1.2", "3.0", "0.5")]
+    crowd[-1].wrong = 2.0
+    answer = harness(clock).measure(Cell("fwd", 16, True, 32), crowd, margin=0.1, kept=["3.0"])
+    rounds = {name: len(record.get("rounds_ms", ())) for name, record in answer["results"].items()}
+    assert rounds == {"1.0": 5, "1.09": 5, "1.2": 0, "3.0": 5, "0.5": 0}
+    assert answer["results"]["1.2"] == {"glance_ms": 1.2} and answer["results"]["1.0"]["glance_ms"] == 1.0
+    assert clock.counts["1.2"] == [2, 2, 2] and clock.counts["1.0"] == [2, 2, 3, *[12] * 5]
+    assert "glance_ms" not in harness(clock).measure(Cell("fwd", 16, True, 32), crowd)["results"]["1.0"]
+
+
 def test_harness_sees_a_kernel_that_is_wrong_later(small):
     peer = FakePeer("flaky")
     original = peer.bind

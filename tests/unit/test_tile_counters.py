@@ -45,6 +45,12 @@ def test_launches_on_one_stream_share_a_counter_and_those_on_others_do_not(runti
     assert all(size == 32 for size in runtime.allocated) and runtime.cleared
 
 
+def test_the_legacy_stream_has_two_handles_and_the_driver_is_not_asked(runtime, monkeypatch):
+    per_thread = tile_counters.address(2, 0)
+    monkeypatch.setattr(tile_counters, "stream_number", lambda stream: pytest.fail("asked"))
+    assert tile_counters.address(0, 0) == tile_counters.address(1, 0) != per_thread
+
+
 def test_each_captured_launch_has_a_counter_of_its_own(runtime):
     own = tile_counters.address(7, 0)
     runtime.capturing.add(7)
@@ -88,7 +94,7 @@ def test_a_bound_kernel_passes_the_counter_of_its_stream(runtime, monkeypatch):
     program.__dict__["launcher"] = launcher
     monkeypatch.setattr("flashgen.runtime.tensormap.TensorMap.at", lambda self, address: bytes(128))
     monkeypatch.setattr("flashgen.runtime.launch.context_device", lambda: 0)
-    bound.launch([0, 0, 0, 0, 2**30], 7, 0)
+    bound.launch((0, 0, 0, 0, 2**30), 7, 0)
     assert tile_counters.address(7, 0).to_bytes(8, "little") in launched[0]
 
 

@@ -1,0 +1,79 @@
+"""What a repeated call does on the host, with a made-up driver; counted in calls of functions, as clocks vary."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import flashgen
+from flashgen import api
+from flashgen.runtime import launch, program, tensormap, tile_counters
+from flashgen.runtime.arrays import LIBRARIES
+
+torch = pytest.importorskip("torch")
+
+RUNTIME = SimpleNamespace(
+    malloc=lambda size: 2**20,
+    memset=lambda *_: None,
+    deviceSynchronize=lambda: None,
+    deviceGetAttribute=lambda attribute, device: {16: 132, 75: 9, 76: 0}[attribute],
+)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """CPU tensors count as those of a GPU; the arguments of each launch."""
+    seen = []
+    driver = SimpleNamespace(ctxGetDevice=lambda: 0)
+    cuda = SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0)
+    monkeypatch.setattr(launch, "driver", lambda: driver)
+    monkeypatch.setattr(tensormap, "libcuda", lambda: cuda)
+    for module in (launch, tile_counters):
+        monkeypatch.setattr(module, "runtime", lambda: RUNTIME)
+    monkeypatch.setattr(tile_counters, "_known", {})
+    launcher = SimpleNamespace(launch_here=lambda grid, args, stream, device: seen.append(args))
+    monkeypatch.setattr(program.Program, "launcher", launcher)
+    torch_library = type(LIBRARIES["torch"])
+    monkeypatch.setattr(torch_library, "device", lambda self, array: 0)
+    monkeypatch.setattr(torch_library, "stream", lambda self, device: 0)
+    for cached in (launch.compute_capability, launch.multiprocessors):
+        cached.cache_clear()
+    yield seen
+    for cached in (launch.compute_capability, launch.multiprocessors):
+        cached.cache_clear()
+
+
+def calls_of(action):
+    """The Python functions that an action calls, in order."""
+    names = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return names[1:]  # without the action
+
+
+def test_a_repeated_call_of_a_kernel_takes_few_calls(launched):
+    q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
+    kernel = api.Kernel(flashgen.compile(64, True, arch="sm_90a").spec, api.parse_arch("sm_90a"), "bshd", "auto", False)
+    with torch.no_grad():
+        kernel(q, k, v)
+        names = calls_of(lambda: kernel(q, k, v))
+    assert len(launched) == 2 and names.count("signature") == 3
+    assert len(names) <= 32, names
+
+
+def test_other_addresses_are_packed_again_and_other_shapes_are_checked_again(launched):
+    kernel = api.Kernel(flashgen.compile(64, True, arch="sm_90a").spec, api.parse_arch("sm_90a"), "bshd", "auto", False)
+    q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
+    kernel(q, k, v)
+    for changed in (torch.randn(1, 64, 2, 64).bfloat16(), torch.randn(1, 64, 4, 64).bfloat16()[:, :, ::2]):
+        kernel(changed, k, v)
+        assert launched[-1] != launched[0]
+    with pytest.raises(ValueError, match="k and v disagree in seqlen_k"):
+        kernel(q, k[:, :32], v)
+    with pytest.raises(ValueError, match="q is float32"):
+        kernel(q.float(), k, v)
+    with pytest.raises(TypeError, match="k is not of torch as q is"):
+        kernel(q, k.float().numpy(), v)
