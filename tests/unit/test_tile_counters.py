@@ -120,6 +120,7 @@ def test_more_blocks_of_keys_than_a_grid_has_room_for_are_refused():
     program = Program(build.backward(Spec(64, 64), parse_arch("sm_90a"))[1])
     sizes = {"seqlen_q": 64, "seqlen_k": 65536 * 128, "heads": 1, "heads_kv": 1, "group": 1, "batches": 1}
     more = {"scale": 1.0, "scale_log2": 1.0, "multiprocessors": 132, "zero": 0, "seqlen_q_padded": 128}
+    more |= {"head_dim": 64, "head_dim_v": 64}
     strides = dict.fromkeys((*"qkv", "dout", "dk", "dv", "dq_workspace"), (1, 1, 1))
     strides |= dict.fromkeys(("lse_log2", "delta"), (1, 1))
     with pytest.raises(
