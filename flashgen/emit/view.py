@@ -121,6 +121,7 @@ class Names:
             _by_offset(expr),
             lambda name: spelled.get(name) or self.variable(name),
             lambda load: self._load(load, fragment, column),
+            branch=self.plan.arch.family != "sm90",  # around a branch no product runs meanwhile
         )
 
     def _load(self, load: Load, fragment: str, column: str) -> str:

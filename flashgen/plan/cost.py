@@ -23,6 +23,7 @@ SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thr
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
 STEP_LATENCY = 400
 L2_BYTES_PER_CLOCK = 48
+SPECIAL = {"neg": 0, "abs": 0, "tanh": 2, "sigmoid": 2}  # instructions of the special function unit; others take one
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,11 @@ def _looped(kernel: Kernel) -> list[tuple[Stmt, int]]:
 
 
 def _functions(stmt: Stmt) -> int:
-    return sum(isinstance(node, Unary) for node in walk(stmt.expr)) if isinstance(stmt, Map) else 0
+    return (
+        sum(SPECIAL.get(node.op, 1) for node in walk(stmt.expr) if isinstance(node, Unary))
+        if isinstance(stmt, Map)
+        else 0
+    )
 
 
 def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int) -> Step:
