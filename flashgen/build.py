@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +18,8 @@ from flashgen.plan import packing, planner, sm90_backward
 from flashgen.plan.arch import TOY, Arch, check_real, portable_record
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
+
+log = logging.getLogger("flashgen")
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,24 @@ def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq.
 
     None of them packs heads. Where one kernel cannot make all three gradients, the backward is deterministic always.
+    With a score function that may be so for what its derivative takes, and where no tile fits then, the portable one is
+    taken.
     """
     arch = arch_for("attention_backward", spec, arch)
     apart = spec.deterministic or (arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v))
-    spec = replace(spec, packed=1, deterministic=apart)
+    ways = [(apart, arch)]
+    if spec.score is not None and arch.portable:  # its derivative may be one tile too many
+        ways += [(True, arch), (spec.deterministic, portable_record(arch))]
+    for apart, chip in ways[:-1]:
+        try:
+            return _backward(replace(spec, packed=1, deterministic=apart), chip)
+        except planner.PlanError as error:
+            log.info("%s: %s", spec, error)
+    apart, chip = ways[-1]
+    return _backward(replace(spec, packed=1, deterministic=apart), chip)
+
+
+def _backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     nest = backward_nests.backward(spec)
     return backward_with(spec, planner.plan(nest, spec, arch))
 

@@ -5,9 +5,24 @@ from __future__ import annotations
 import math
 
 from flashgen import masks, trace
-from flashgen.calculus import derivative, grows, tame
+from flashgen.calculus import affine, derivative, grows, tame
 from flashgen.ir.dtype import F32, I32
-from flashgen.ir.expr import Binary, Const, Expr, I, J, Load, Var, load, rebuild, select, substitute, walk
+from flashgen.ir.expr import (
+    Binary,
+    Cast,
+    Const,
+    Expr,
+    I,
+    J,
+    Unary,
+    Var,
+    by_element,
+    load,
+    rebuild,
+    select,
+    substitute,
+    variables,
+)
 from flashgen.ir.nodes import Axis, Buffer, Scalar, Space, Window
 from flashgen.spec import Spec
 
@@ -114,14 +129,14 @@ def exponent(spec: Spec) -> Expr:
 def scored(spec: Spec, transposed: bool = False) -> Expr:
     """What the score function makes of the element (i, j) of s, a product of query and key."""
     assert spec.score is not None
-    return _gathered(substitute(spec.score.expr, _arguments(spec, transposed)))
+    return _of_element(spec.score.expr, spec, transposed)
 
 
 def slope(spec: Spec, transposed: bool = False) -> Expr:
     """The derivative of the score function by the scaled score."""
     if spec.score is None:
         return Const(1.0)
-    return _gathered(substitute(derivative(spec.score.expr, "score"), _arguments(spec, transposed)))
+    return _of_element(derivative(spec.score.expr, "score"), spec, transposed)
 
 
 def stays_finite(spec: Spec) -> bool:
@@ -137,6 +152,31 @@ def weighted(spec: Spec, factor: Expr) -> Expr:
     return select(p > 0.0, p * factor, 0.0)
 
 
+def _of_element(expr: Expr, spec: Spec, transposed: bool) -> Expr:
+    """The expression for the element (i, j). Where queries are columns the compiler would spill for sums of floats."""
+    expr = substitute(expr, _arguments(spec, transposed))
+    return _gathered(expr if transposed else _in_floats(expr))
+
+
+def _in_floats(expr: Expr) -> Expr:
+    """float(row + column) as float(row) + float(column), which is the same below 2^24.
+
+    A conversion takes as long as an exponential. That of a row is one for all its columns, that of a column a constant.
+    """
+    match rebuild(expr, _in_floats):
+        case Cast(dtype, Unary("abs", x)):
+            return Unary("abs", _in_floats(Cast(dtype, x)))
+        case Cast(dtype, x) as whole if J.name in variables(x):
+            try:
+                terms, row = affine(x, {J.name})
+            except ValueError:
+                return whole
+            column = Cast(dtype, J * terms[J.name].factor)
+            return Cast(dtype, row) + column if terms[J.name].sign > 0 else Cast(dtype, row) - column
+        case other:
+            return other
+
+
 def _gathered(expr: Expr) -> Expr:
     """(x * u) * v as x * (u * v) where u and v are the same for all elements of a tile: one product is left."""
     expr = rebuild(expr, _gathered)
@@ -147,4 +187,4 @@ def _gathered(expr: Expr) -> Expr:
 
 
 def _same(expr: Expr) -> bool:
-    return not any(isinstance(node, Load) or node in (I, J) for node in walk(expr))
+    return not by_element(expr)

@@ -234,6 +234,11 @@ def variables(expr: Expr) -> set[str]:
     return {node.name for node in walk(expr) if isinstance(node, Var)}
 
 
+def by_element(expr: Expr) -> bool:
+    """True for what differs from element to element of a tile."""
+    return any(isinstance(node, Load) or node in (I, J) for node in walk(expr))
+
+
 def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """The same expression with `change` applied to each direct sub-expression."""
     if isinstance(expr, Binary):
