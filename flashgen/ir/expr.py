@@ -153,6 +153,8 @@ def binary(op: str, x: Operand, y: Operand) -> Expr:
         return _merge_constants(x, y)
     if op == "-" and _whole(y) and isinstance(x, Binary) and x.op in "+-" and isinstance(x.y, Const):
         return _merge_constants(x, Const(-y.value))  # type: ignore[attr-defined]
+    if op == "-" and x == y and isinstance(x, Var):
+        return Const(0)
     if op == "-" and isinstance(y, Binary) and y.op == "-" and y.x == x:  # x - (x - z)
         return y.y
     return Binary(op, x, y)
