@@ -76,18 +76,22 @@ def compile(
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
     """
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic = {deterministic!r} must be True or False")
+    _check_choices(deterministic, layout, target)
     bottom_right, mask, score = variants.functions(causal, window, softcap, mask_mod, score_mod)
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout = {layout!r} is not known; use 'bshd' or 'bhsd'")
-    if not isinstance(target, str) or target not in TARGETS:
-        raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
     if debug.interpret():
         target = "interpret"
     width = head_dim if head_dim_v is None else head_dim_v
     spec = Spec(head_dim, width, parse_dtype(dtype), bottom_right, deterministic, mask=mask, score=score)
     return _kernel(spec, current_arch() if arch is None else parse_arch(arch), layout, target, arch is not None)
+
+
+def _check_choices(deterministic: bool, layout: str, target: str) -> None:
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic = {deterministic!r} must be True or False")
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout = {layout!r} is not known; use 'bshd' or 'bhsd'")
+    if not isinstance(target, str) or target not in TARGETS:
+        raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
 
 
 @cache
