@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-from flashgen import debug
+from flashgen import debug, variants
 from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch, portable_record
 from flashgen.runtime import launch, workspaces
 from flashgen.runtime.arguments import (
@@ -45,7 +45,7 @@ BOUND_LIMIT = 4096
 
 def compile(
     head_dim: int = 128,
-    causal: bool = True,
+    causal: bool | str = True,
     *,
     head_dim_v: int | None = None,
     dtype: Any = "bfloat16",
@@ -53,35 +53,46 @@ def compile(
     arch: str | None = None,
     target: str = "auto",
     deterministic: bool = False,
+    window: variants.Window | None = None,
+    softcap: float | None = None,
+    mask_mod: Callable | None = None,
+    score_mod: Callable | None = None,
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
     head_dim, head_dim_v: multiples of 8 from 8 to 256; head_dim_v is head_dim where None.
-    causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q.
+    causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q; "top-left": up to i.
     dtype: "bfloat16", "float16", or the torch or NumPy dtype.
     layout: "bshd" (batch, seqlen, heads, head_dim) or "bhsd".
     arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a" (Hopper's own instructions) or "sm_120"; None is the
         current GPU's own, or sm_80 without a GPU.
     target: "cuda", "interpret" (the CPU interpreter), or "auto": by where the arrays are.
     deterministic: the backward repeats bit for bit, at the price of computing the scores twice.
+    window: (left, right), the keys that a query sees on both sides of the last one that `causal` would show it; None is
+        any number.
+    softcap: scores become softcap * tanh(score / softcap), before score_mod.
+    mask_mod: a function of (b, h, q_idx, kv_idx), true where the query sees the key, which all masks must show it.
+    score_mod: a function of (score, b, h, q_idx, kv_idx): what takes the place of the scaled score. Both are plain
+        Python that is traced, with flashgen.where, exp, tanh and so on; the backward is derived.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
     """
-    _check_flag("causal", causal)
-    _check_flag("deterministic", deterministic)
-    _check_layout(layout)
-    if not isinstance(target, str) or target not in TARGETS:
-        raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
+    _check_choices(deterministic, layout, target)
+    bottom_right, mask, score = variants.functions(causal, window, softcap, mask_mod, score_mod)
     if debug.interpret():
         target = "interpret"
-    spec = Spec(head_dim, head_dim if head_dim_v is None else head_dim_v, parse_dtype(dtype), causal, deterministic)
+    width = head_dim if head_dim_v is None else head_dim_v
+    spec = Spec(head_dim, width, parse_dtype(dtype), bottom_right, deterministic, mask=mask, score=score)
     return _kernel(spec, current_arch() if arch is None else parse_arch(arch), layout, target, arch is not None)
 
 
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} = {value!r} must be True or False")
+def _check_choices(deterministic: bool, layout: str, target: str) -> None:
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic = {deterministic!r} must be True or False")
+    _check_layout(layout)
+    if not isinstance(target, str) or target not in TARGETS:
+        raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
 
 
 def _check_layout(layout: Any) -> None:
@@ -98,28 +109,33 @@ def attention(
     q: Any,
     k: Any,
     v: Any,
-    causal: bool = False,
+    causal: bool | str = False,
     scale: float | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    **functions: Any,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
-    CuPy or NumPy. causal: bottom-right aligned. scale: 1/sqrt(head_dim) where None.
+    CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
+    functions: window, softcap, mask_mod and score_mod, as `compile` takes them.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     if _traced():
-        return _untraced(attention)(q, k, v, causal, scale, layout, return_lse)
+        return _untraced(attention)(q, k, v, causal, scale, layout, return_lse, **functions)
     library_of(q)
     library_of(v, "v")
     check_dimensions("q", q)
     check_dimensions("v", v)
-    _check_flag("causal", causal)
-    _check_layout(layout)
-    kernel = _compiled(q.shape[3], v.shape[3], q.dtype, causal, layout, current_arch(), debug.interpret())
+    if functions or not isinstance(causal, bool):  # traced each time: what a function refers to may have changed
+        dtype = str(q.dtype).removeprefix("torch.")
+        kernel = compile(q.shape[3], causal, head_dim_v=v.shape[3], dtype=dtype, layout=layout, **functions)
+    else:
+        _check_layout(layout)
+        kernel = _compiled(q.shape[3], v.shape[3], q.dtype, causal, layout, current_arch(), debug.interpret())
     return kernel(q, k, v, scale=scale, return_lse=return_lse)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +18,8 @@ from flashgen.plan import packing, planner, sm90_backward
 from flashgen.plan.arch import TOY, Arch, check_real, portable_record
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
+
+log = logging.getLogger("flashgen")
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,22 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq.
 
-    None of them packs heads.
+    None of them packs heads. The derivative of a score function may take a tile too many: then dQ has its own kernel;
+    where no tile fits even so, the portable kernels are taken.
     """
     arch = arch_for("attention_backward", spec, arch)
+    ways = [(spec, arch)]
+    if spec.score is not None and arch.portable:
+        ways += [(replace(spec, deterministic=True), arch), (spec, portable_record(arch))]
+    for way, chip in ways[:-1]:
+        try:
+            return _backward(way, chip)
+        except planner.PlanError as error:
+            log.info("%s: %s", spec, error)
+    return _backward(*ways[-1])
+
+
+def _backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     nest = backward_nests.backward(backward_spec(spec, arch))
     return backward_with(spec, planner.plan(nest, spec, arch))
 

@@ -8,11 +8,19 @@ other chips are not kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from flashgen import build
+from flashgen import build, scores, variants
 from flashgen.ir.dtype import BF16, F16
 from flashgen.plan.arch import ARCHES
 from flashgen.spec import Spec
+
+
+def with_functions(causal: bool, **options: Any) -> Spec:
+    """The spec of head_dim 128 and bfloat16 with options of a call."""
+    bottom_right, mask, score = variants.functions(causal, **options)
+    return Spec(128, 128, BF16, bottom_right, mask=mask, score=score)
+
 
 SPECS = (
     Spec(64, 64, BF16, causal=False),
@@ -27,6 +35,9 @@ SPECS = (
     Spec(192, 128, BF16, causal=True),  # values narrower than keys
     Spec(128, 128, BF16, causal=True, deterministic=True),
     Spec(128, 128, BF16, causal=True, packed=8),  # few queries of grouped heads
+    with_functions(True, softcap=50.0),
+    with_functions(True, score_mod=scores.alibi),
+    with_functions(False, window=(1024, 0)),
 )
 
 SHOWN = ARCHES["sm_80"]  # the chip whose text is kept

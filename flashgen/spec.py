@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashgen.ir.dtype import BF16, STORAGE, DType
+from flashgen.ir.expr import Expr
 
 MAX_HEAD_DIM = 256
 MAX_PACKED = 64
+
+
+@dataclass(frozen=True)
+class Function:
+    """A traced mask or score function: the name that it has in files, and its canonical text, which is its identity.
+
+    expr: over the variables b, h, q_idx, kv_idx and the sizes seqlen_q, seqlen_k, heads; of a score function over score
+    too. It is not compared, since trees may be equal that differ in type: 1 and 1.0.
+    """
+
+    name: str
+    text: str
+    expr: Expr = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -23,6 +37,8 @@ class Spec:
     aligned: rows of all inputs start on 16-byte boundaries, so that tiles are copied 16 bytes at a time.
     packed: query heads of one key head that share a tile of queries in the forward; a power of two that divides the
         group, up to 64. Only Hopper's forward packs, the others take it for 1.
+    mask: which keys a query sees, among those that `causal` shows it; None for all of them.
+    score: what takes the place of each scaled score; None for the score itself.
     """
 
     head_dim: int = 128
@@ -32,6 +48,8 @@ class Spec:
     deterministic: bool = False
     aligned: bool = True
     packed: int = 1
+    mask: Function | None = None
+    score: Function | None = None
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -50,7 +68,8 @@ class Spec:
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        flags = [name for name in ("causal", "deterministic") if getattr(self, name)]
+        flags = ["causal"] * self.causal + [function.name for function in (self.mask, self.score) if function]
+        flags += ["deterministic"] * self.deterministic
         flags += [] if self.aligned else ["unaligned"]
         flags += [f"packed{self.packed}"] if self.packed > 1 else []
         return "_".join([dims, self.dtype.cuda, *flags])

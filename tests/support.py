@@ -9,10 +9,13 @@ Everything here runs on the device of its arguments.
 """
 
 import math
+import operator
 import sys
 from typing import NamedTuple
 
 import torch
+
+from flashgen.ir.expr import Cast, Const, Select, Unary, Var
 
 FACTOR = {"o": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
 LSE_ATOL, LSE_RTOL = 5e-5, 1e-5  # fp32 sums of at most a few hundred products; rounding to bf16 anywhere shows as 1e-3
@@ -29,22 +32,35 @@ class Result(NamedTuple):
     dv: torch.Tensor
 
 
-def dense(q, k, v, do, *, causal=False, scale=None, dlse=None, dtype=torch.float64):
+def dense(q, k, v, do, *, causal=False, scale=None, dlse=None, dtype=torch.float64, mask=None, score=None):
     """Attention and its gradients by the formulas of flashgen/interp/reference.py, every matrix stored in `dtype`.
 
-    Sums inside one softmax are taken in fp32 at least, as torch does.
+    Sums inside one softmax are taken in fp32 at least, as torch does; so are mask and score, traced functions, and the
+    derivative of score is autograd's.
     """
     wide = torch.promote_types(dtype, torch.float32)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     group = q.shape[2] // k.shape[2]
     qh, doh = (x.to(dtype).transpose(1, 2) for x in (q, do))
     kh, vh = (x.to(dtype).transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
-    p, lse = _softmax((qh * scale) @ kh.mT, causal)
+    s = (qh * scale) @ kh.mT
+    names = _names(s)
+    slope = 1.0
+    if score is not None:
+        raw = s.to(wide).requires_grad_()
+        with torch.enable_grad():
+            scored = value(score.expr, names | {"score": raw}) + 0.0 * raw.detach()
+            depends = scored.requires_grad
+            slope = torch.autograd.grad(scored.sum(), raw)[0] if depends and raw.numel() else torch.zeros_like(raw)
+        s = scored.detach().to(dtype)
+    if mask is not None:
+        s = s.masked_fill(~torch.as_tensor(value(mask.expr, names), device=s.device), -math.inf)
+    p, lse = _softmax(s, causal)
     dp = (doh @ vh.mT).to(wide)
     ds = dp - (p.to(wide) * dp).sum(-1, keepdim=True)
     if dlse is not None:
         ds = ds + dlse.to(wide)[..., None]
-    ds = (p.to(wide) * ds).to(dtype)
+    ds = torch.where(p > 0, p.to(wide) * ds * slope, 0.0).to(dtype)
     dk = _over_group(ds.mT @ (qh * scale), group)
     dv = _over_group(p.mT @ doh, group)
     o, dq, dk, dv = (x.transpose(1, 2) for x in (p @ vh, ds @ kh * scale, dk, dv))
@@ -66,6 +82,64 @@ def dense_in_chunks(q, k, v, do, *, rows=1024, dtype=torch.float64):
         pieces.append((part.o, part.lse, part.dq))
     o, lse, dq = (torch.cat(x, axis) for x, axis in zip(zip(*pieces, strict=True), (1, 2, 1), strict=True))
     return Result(o, lse, dq, dk.to(dtype), dv.to(dtype))
+
+
+def _names(s):
+    """What mask and score functions are told of each element of the scores, by name."""
+    sizes = dict(zip(("b", "h", "q_idx", "kv_idx"), s.shape, strict=True))
+    places = {}
+    for at, (name, size) in enumerate(sizes.items()):
+        places[name] = torch.arange(size, device=s.device).reshape(-1, *(1,) * (3 - at))
+    return places | {"heads": sizes["h"], "seqlen_q": sizes["q_idx"], "seqlen_k": sizes["kv_idx"]}
+
+
+FUNCTIONS = {
+    "abs": torch.abs,
+    "exp2": torch.exp2,
+    "log2": torch.log2,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "sqrt": torch.sqrt,
+    "reciprocal": torch.reciprocal,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "floor_div": torch.floor_divide,
+    "floor_mod": torch.remainder,
+}
+OPERATIONS = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "&": operator.and_,
+    "|": operator.or_,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+def value(expr, names):
+    """A traced expression in torch; floats have the type of the score, or float64 where there is none."""
+    score = names.get("score")
+    like = {"dtype": torch.float64 if score is None else score.dtype, "device": names["q_idx"].device}
+    match expr:
+        case Const(number):
+            return torch.tensor(number, device=like["device"], dtype=like["dtype"] if type(number) is float else None)
+        case Var(name):
+            return torch.as_tensor(names[name], device=like["device"])
+        case Cast(_, x):
+            return value(x, names).to(like["dtype"])
+        case Select(condition, x, y):
+            return torch.where(value(condition, names), value(x, names), value(y, names))
+        case Unary(op, x):
+            return FUNCTIONS[op](value(x, names))
+    x, y = value(expr.x, names), value(expr.y, names)
+    return (FUNCTIONS.get(expr.op) or OPERATIONS[expr.op])(x, y)
 
 
 def _softmax(s, causal):
@@ -96,10 +170,10 @@ def evaluate(attend, q, k, v, do, *, dlse=None):
     return Result(o.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients))
 
 
-def judge(result, q, k, v, do, *, causal=False, scale=None, dlse=None, low=None):
+def judge(result, q, k, v, do, *, low=None, **options):
     """Sentences on what is wrong with `result` by the correctness rule; an empty list when nothing is."""
-    ref = dense(q, k, v, do, causal=causal, scale=scale, dlse=dlse)
-    low = low or dense(q, k, v, do, causal=causal, scale=scale, dlse=dlse, dtype=q.dtype)
+    ref = dense(q, k, v, do, **options)
+    low = low or dense(q, k, v, do, **options, dtype=q.dtype)
     return violations(result, ref, low, q.dtype)
 
 
@@ -111,10 +185,10 @@ def violations(result, ref, low, dtype):
     return [sentence for sentence in found if sentence]
 
 
-def failures(attend, q, k, v, do, *, causal=False, scale=None, dlse=None):
+def failures(attend, q, k, v, do, *, dlse=None, **options):
     """evaluate and judge: sentences on what `attend(q, k, v) -> (o, lse)` gets wrong, on BSHD tensors."""
     result = evaluate(attend, q, k, v, do, dlse=dlse)
-    return judge(result, q, k, v, do, causal=causal, scale=scale, dlse=dlse)
+    return judge(result, q, k, v, do, dlse=dlse, **options)
 
 
 def violation(name, x, ref, low, factor, dtype):

@@ -3,6 +3,8 @@
 With P = exp(scale * Q K^T - lse) and delta = rowsum(dO * O) - dlse (FlashAttention, algorithm 4; the gradient of the
 LSE enters through delta, because d lse / d s = P):
     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = scale * dS K     dK = scale * dS^T Q
+With a score function f in between, P = exp(f(scale * Q K^T) - lse), and dS has f' as a factor, by which P is multiplied
+as soon as dV has been given its own P: no more tiles are then kept than without.
 
 `delta`: delta of each row, the LSE in base 2, and zeros for the dQ accumulator. Rows are padded to whole blocks, with
 zeros, so that a block of either vector is copied without a look at where the sequence ends.
@@ -31,12 +33,11 @@ from flashgen.attention.parts import (
     Q_BLOCK,
     Q_START,
     SCALE,
-    SCALE_LOG2,
     SEQLEN_K,
     SEQLEN_Q,
 )
 from flashgen.ir.dtype import F32
-from flashgen.ir.expr import INF, NEG_INF, Cast, Const, Expr, I, J, Var, ceil_div, exp2, load, select
+from flashgen.ir.expr import INF, NEG_INF, Cast, Const, Expr, I, J, Load, Var, ceil_div, exp2, load, select, walk
 from flashgen.ir.nodes import (
     Accumulate,
     Axis,
@@ -157,6 +158,7 @@ def _backward_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.shared("dk_tile", spec, "block_kv", "head_dim"),
         parts.shared("dv_tile", spec, "block_kv", "head_dim_v"),
         *(parts.register(name, "block_kv", "block_q") for name in ("s", "p", "dp", "ds")),
+        *_slope_tile(spec, "block_kv", "block_q"),
         *(parts.register(name, "block_kv", "block_q", dtype=half) for name in ("p_operand", "ds_operand")),
         parts.register("dk_acc", "block_kv", "head_dim"),
         parts.register("dv_acc", "block_kv", "head_dim_v"),
@@ -169,6 +171,7 @@ def _backward_buffers(spec: Spec) -> tuple[Buffer, ...]:
 def _step(spec: Spec) -> tuple[Stmt, ...]:
     """One block of queries of one head."""
     head: Expr = Var("head")
+    visible = parts.visible(spec, transposed=True, queries=not parts.stays_finite(spec))
     return (
         Let("head", HEAD_KV * GROUP + Var("head_in_group")),
         Let("q_start", Q_BLOCK * BLOCK_Q),
@@ -177,10 +180,12 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
         Copy("dout_tile", parts.rows_of("dout", head, Q_START)),
         Copy("delta_tile", parts.rows_of("delta", head, Q_START)),
         Gemm("s", "k_tile", "q_tile", transpose_b=True, note="keys are rows: s is the transpose of Q K^T"),
-        Map("s", select(parts.visible(spec, transposed=True), load("s", I, J), NEG_INF), note="mask"),
-        Map("p", exp2(load("s", I, J) * SCALE_LOG2 - load("lse_tile", J))),
+        *_scored(spec, transposed=True),
+        Map("s", select(visible, load("s", I, J), NEG_INF), note="mask"),
+        Map("p", exp2(load("s", I, J) * parts.exponent(spec) - load("lse_tile", J))),
         Gemm("dp", "v_tile", "dout_tile", transpose_b=True),
         Map("p_operand", Cast(spec.dtype, load("p", I, J))),
+        *_weighted(spec, transposed=True),
         Gemm("dv_acc", "p_operand", "dout_tile", accumulate=True),
         Map("ds", load("p", I, J) * (load("dp", I, J) - load("delta_tile", J))),
         Map("ds_operand", Cast(spec.dtype, load("ds", I, J))),
@@ -188,6 +193,30 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
         Gemm("dk_acc", "ds_operand", "q_tile", accumulate=True),
         *(() if spec.deterministic else _dq_step(head)),
     )
+
+
+def _scored(spec: Spec, transposed: bool = False) -> tuple[Stmt, ...]:
+    """The score function, and before it its derivative where that depends on the score."""
+    if spec.score is None:
+        return ()
+    slope = (Map("slope", parts.slope(spec, transposed), note="the derivative of what follows"),)
+    scored = Map("s", parts.scored(spec, transposed), note=spec.score.name)
+    return (*(slope if _has_slope(spec) else ()), scored)
+
+
+def _weighted(spec: Spec, transposed: bool = False) -> tuple[Stmt, ...]:
+    """P times the derivative of the score function."""
+    factor = load("slope", I, J) if _has_slope(spec) else parts.slope(spec, transposed)
+    return () if factor == Const(1.0) else (Map("p", parts.weighted(spec, factor), note="by the score function"),)
+
+
+def _has_slope(spec: Spec) -> bool:
+    """True where the derivative of the score function depends on the score."""
+    return any(isinstance(node, Load) for node in walk(parts.slope(spec)))
+
+
+def _slope_tile(spec: Spec, *shape: str) -> tuple[Buffer, ...]:
+    return (parts.register("slope", *shape),) if _has_slope(spec) else ()
 
 
 def _dq_step(head: Expr) -> tuple[Stmt, ...]:
@@ -231,7 +260,7 @@ def _store_dq(spec: Spec) -> tuple[Stmt, ...]:
 
 def backward_dq(spec: Spec) -> Kernel:
     """dQ of a block of queries, for the deterministic backward."""
-    axes = (Axis("q_block", ceil_div(SEQLEN_Q, BLOCK_Q), longest_first=spec.causal), *Q_AXES[1:])
+    axes = (Axis("q_block", ceil_div(SEQLEN_Q, BLOCK_Q), longest_first=parts.longest_first(spec)), *Q_AXES[1:])
     return Kernel(
         name="attention_backward_dq",
         level=Level.TILE,
@@ -268,6 +297,7 @@ def _backward_dq_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.shared("dq_tile", spec, "block_q", "head_dim"),
         *(parts.register(name, "block_q") for name in ("lse_row", "delta_row")),
         *(parts.register(name, "block_q", "block_kv") for name in ("s", "p", "dp", "ds")),
+        *_slope_tile(spec, "block_q", "block_kv"),
         parts.register("ds_operand", "block_q", "block_kv", dtype=spec.dtype),
         parts.register("dq_acc", "block_q", "head_dim"),
         parts.register("dq_out", "block_q", "head_dim", dtype=spec.dtype),
@@ -281,9 +311,11 @@ def _dq_only_step(spec: Spec) -> tuple[Stmt, ...]:
         Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
         Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
         Gemm("s", "q_tile", "k_tile", transpose_b=True),
+        *_scored(spec),
         Map("s", select(parts.visible(spec), load("s", I, J), NEG_INF), note="mask"),
-        Map("p", exp2(load("s", I, J) * SCALE_LOG2 - load("lse_row", I))),
+        Map("p", exp2(load("s", I, J) * parts.exponent(spec) - load("lse_row", I))),
         Gemm("dp", "dout_tile", "v_tile", transpose_b=True),
+        *_weighted(spec),
         Map("ds", load("p", I, J) * (load("dp", I, J) - load("delta_row", I))),
         Map("ds_operand", Cast(spec.dtype, load("ds", I, J))),
         Gemm("dq_acc", "ds_operand", "k_tile", accumulate=True),

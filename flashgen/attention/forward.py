@@ -2,7 +2,8 @@
 
 With m the running row maximum, l the running denominator and o the unnormalised output (FlashAttention, algorithm 1):
     m' = max(m, rowmax s)     p = exp(s - m')     l' = exp(m - m') l + rowsum p     o' = exp(m - m') o + p v
-The exponentials are taken in base 2 with scale * log2(e) folded into one multiply-add.
+The exponentials are taken in base 2 with scale * log2(e) folded into one multiply-add; a score function takes the
+scaled scores first, and leaves log2(e) to that.
 
 Where packed, the rows of a block are several query heads of one key head, the same positions of each: few queries, as
 in decoding, then fill a tile, and keys and values are read once for all of these heads.
@@ -24,7 +25,6 @@ from flashgen.attention.parts import (
     KV_START,
     Q_BLOCK,
     Q_START,
-    SCALE_LOG2,
     SEQLEN_K,
     SEQLEN_Q,
 )
@@ -41,9 +41,9 @@ def forward(spec: Spec) -> Kernel:
     return Kernel(
         name=NAME,
         level=Level.TILE,
-        scalars=(*parts.SIZES, Scalar("scale_log2", F32)),
+        scalars=(*parts.SIZES, Scalar("scale_log2" if spec.score is None else "scale", F32)),
         axes=(
-            Axis("q_block", ceil_div(SEQLEN_Q, parts.positions(spec)), longest_first=spec.causal),
+            Axis("q_block", ceil_div(SEQLEN_Q, parts.positions(spec)), longest_first=parts.longest_first(spec)),
             parts.head_axis(spec),
             Axis("batch", BATCHES),
         ),
@@ -93,21 +93,24 @@ def _buffers(spec: Spec) -> tuple[Buffer, ...]:
 
 def _step(spec: Spec) -> tuple[Stmt, ...]:
     """One block of keys."""
+    factor = parts.exponent(spec)
+    scored = () if spec.score is None else (Map("s", parts.scored(spec), note=spec.score.name),)
     return (
         Let("kv_start", KV_BLOCK * BLOCK_KV),
         Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
         Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
         Gemm("s", "q_tile", "k_tile", transpose_b=True),
+        *scored,
         Map("s", select(parts.visible(spec), load("s", I, J), NEG_INF), note="mask"),
         Map("row_max_old", load("row_max", I)),
         RowReduce("row_max", "max", "s"),
         Map(
             "offset",
-            select(load("row_max", I).equals(NEG_INF), Const(0.0), load("row_max", I) * SCALE_LOG2),
+            select(load("row_max", I).equals(NEG_INF), Const(0.0), load("row_max", I) * factor),
             note="a row that has seen no key yet keeps exp2(-inf - 0) = 0 instead of NaN",
         ),
-        Map("rescale", exp2(load("row_max_old", I) * SCALE_LOG2 - load("offset", I))),
-        Map("p", exp2(load("s", I, J) * SCALE_LOG2 - load("offset", I))),
+        Map("rescale", exp2(load("row_max_old", I) * factor - load("offset", I))),
+        Map("p", exp2(load("s", I, J) * factor - load("offset", I))),
         Map("row_sum", load("row_sum", I) * load("rescale", I)),
         RowReduce("row_sum", "sum", "p"),
         Map("p_operand", Cast(spec.dtype, load("p", I, J))),

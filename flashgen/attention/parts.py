@@ -1,9 +1,28 @@
-"""What the attention nests share: the global tensors, the mask, the scalars."""
+"""What the attention nests share: the global tensors, the mask, the score function, the scalars."""
 
 from __future__ import annotations
 
+import math
+
+from flashgen import masks, trace
+from flashgen.calculus import affine, derivative, grows, tame
 from flashgen.ir.dtype import F32, I32
-from flashgen.ir.expr import Expr, I, J, Var
+from flashgen.ir.expr import (
+    Binary,
+    Cast,
+    Const,
+    Expr,
+    I,
+    J,
+    Unary,
+    Var,
+    by_element,
+    load,
+    rebuild,
+    select,
+    substitute,
+    variables,
+)
 from flashgen.ir.nodes import Axis, Buffer, Scalar, Space, Window
 from flashgen.spec import Spec
 
@@ -60,16 +79,112 @@ def head_axis(spec: Spec) -> Axis:
     return Axis("head", HEADS) if spec.packed == 1 else Axis(HEAD_BLOCK.name, HEADS // spec.packed)
 
 
-def visible(spec: Spec, transposed: bool = False) -> Expr:
-    """Which elements of a score tile take part: keys that exist and, for causal, are not in the query's future.
+CAUSAL = trace.mask(masks.causal)
+ELEMENTS = {"score", "q_idx", "kv_idx"}  # what differs from element to element, of the arguments of a function
+
+
+def visible(spec: Spec, transposed: bool = False, queries: bool = False) -> Expr:
+    """Which elements of a score tile take part: keys that exist and that the masks of the spec show to the query.
 
     Rows of the tile are queries (where packed, those of one head after those of another) and columns keys, or the other
-    way round where the tile is transposed.
+    way round where the tile is transposed. queries: of queries only those that exist.
     """
-    row = J if transposed else I
-    q_idx = Q_START + (row if spec.packed == 1 else row % positions(spec))
-    kv_idx = KV_START + (I if transposed else J)
-    mask = kv_idx < SEQLEN_K
-    if spec.causal:
-        mask = mask & (kv_idx <= q_idx + (SEQLEN_K - SEQLEN_Q))
+    arguments = _arguments(spec, transposed)
+    mask: Expr = arguments["kv_idx"] < SEQLEN_K
+    if queries:
+        mask = mask & (arguments["q_idx"] < SEQLEN_Q)
+    for function in (CAUSAL if spec.causal else None, spec.mask):
+        if function is not None:
+            for part in _conjuncts(substitute(function.expr, arguments)):
+                mask = mask & part
     return mask
+
+
+def _conjuncts(mask: Expr) -> tuple[Expr, ...]:
+    if isinstance(mask, Binary) and mask.op == "&":
+        return _conjuncts(mask.x) + _conjuncts(mask.y)
+    return (mask,)
+
+
+def _arguments(spec: Spec, transposed: bool) -> dict[str, Expr]:
+    """What the arguments of mask and score functions are for the element (i, j) of the scores."""
+    row: Expr = J if transposed else I
+    head: Expr = HEAD
+    if spec.packed > 1:
+        row, head = row % positions(spec), HEAD + row // positions(spec)
+    kv_idx = KV_START + (I if transposed else J)
+    return {"b": BATCH, "h": head, "q_idx": Q_START + row, "kv_idx": kv_idx, "score": load("s", I, J) * SCALE}
+
+
+def longest_first(spec: Spec) -> bool:
+    """True where later blocks of queries see more keys."""
+    return grows(substitute(visible(spec), {"kv_start": KV_BLOCK * BLOCK_KV}), "kv_block", Q_START.name)
+
+
+def exponent(spec: Spec) -> Expr:
+    """What a score is multiplied by for exponentials of base 2: by the scale too, where no function has taken it."""
+    return SCALE_LOG2 if spec.score is None else Const(math.log2(math.e))
+
+
+def scored(spec: Spec, transposed: bool = False) -> Expr:
+    """What the score function makes of the element (i, j) of s, a product of query and key."""
+    assert spec.score is not None
+    return _of_element(spec.score.expr, spec, transposed)
+
+
+def slope(spec: Spec, transposed: bool = False) -> Expr:
+    """The derivative of the score function by the scaled score."""
+    if spec.score is None:
+        return Const(1.0)
+    return _of_element(derivative(spec.score.expr, "score"), spec, transposed)
+
+
+def stays_finite(spec: Spec) -> bool:
+    """True where scores of queries that do not exist are finite too."""
+    return spec.score is None or tame(spec.score.expr, ELEMENTS)
+
+
+def weighted(spec: Spec, factor: Expr) -> Expr:
+    """P times the slope: 0 where P is 0, though the slope of a masked score may be infinite."""
+    p = load("p", I, J)
+    if spec.score is None or tame(derivative(spec.score.expr, "score"), ELEMENTS, negative_infinity=False):
+        return p * factor
+    return select(p > 0.0, p * factor, 0.0)
+
+
+def _of_element(expr: Expr, spec: Spec, transposed: bool) -> Expr:
+    """The expression for the element (i, j). Where queries are columns the compiler would spill for sums of floats."""
+    expr = substitute(expr, _arguments(spec, transposed))
+    return _gathered(expr if transposed else _in_floats(expr))
+
+
+def _in_floats(expr: Expr) -> Expr:
+    """float(row + column) as float(row) + float(column), which is the same below 2^24.
+
+    A conversion takes as long as an exponential. That of a row is one for all its columns, that of a column a constant.
+    """
+    match rebuild(expr, _in_floats):
+        case Cast(dtype, Unary("abs", x)):
+            return Unary("abs", _in_floats(Cast(dtype, x)))
+        case Cast(dtype, x) as whole if J.name in variables(x):
+            try:
+                terms, row = affine(x, {J.name})
+            except ValueError:
+                return whole
+            column = Cast(dtype, J * terms[J.name].factor)
+            return Cast(dtype, row) + column if terms[J.name].sign > 0 else Cast(dtype, row) - column
+        case other:
+            return other
+
+
+def _gathered(expr: Expr) -> Expr:
+    """(x * u) * v as x * (u * v) where u and v are the same for all elements of a tile: one product is left."""
+    expr = rebuild(expr, _gathered)
+    match expr:
+        case Binary("*", Binary("*", x, u), v) if _same(u) and _same(v):
+            return x * (u * v)
+    return expr
+
+
+def _same(expr: Expr) -> bool:
+    return not by_element(expr)

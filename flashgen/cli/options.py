@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from flashgen import build
+from flashgen import build, variants
 from flashgen.build import Stages
 from flashgen.plan.arch import ARCHES, Arch, parse_arch, with_shared_memory
 from flashgen.plan.planner import PlanError
@@ -39,6 +39,8 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         ),
         click.option("--head-dim-v", type=int, help="Of v, where it differs."),
         click.option("--causal/--full", help="Which keys a query sees.  [default: full]"),
+        click.option("--window", help="LEFT,RIGHT: keys seen on both sides; 'all' for any number of them."),
+        click.option("--softcap", type=float, help="Scores become softcap * tanh(score / softcap)."),
         click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
         click.option("--packed", type=int, default=1, help="Query heads that share a tile, on sm_90a: 2, 4 ... 64."),
@@ -65,6 +67,8 @@ def parse_problem(
     head_dim: int,
     head_dim_v: int | None,
     causal: bool,
+    window: str | None,
+    softcap: float | None,
     dtype: str,
     deterministic: bool,
     packed: int,
@@ -73,9 +77,20 @@ def parse_problem(
 ) -> tuple[Spec, Arch]:
     """The spec and the chip that the options stand for. Raises ValueError, with one sentence, for what is not one."""
     width = head_dim if head_dim_v is None else head_dim_v
-    spec = Spec(head_dim, width, parse_dtype(dtype), causal, deterministic, packed=packed)
+    sides = None if window is None else parse_window(window)
+    causal, mask, score = variants.functions(causal, sides, softcap)
+    spec = Spec(head_dim, width, parse_dtype(dtype), causal, deterministic, packed=packed, mask=mask, score=score)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)
+
+
+def parse_window(text: str) -> variants.Window:
+    """The pair that LEFT,RIGHT stands for."""
+    sides = text.replace(" ", "").split(",")
+    if len(sides) != 2 or not all(side == "all" or side.isdigit() for side in sides):
+        raise ValueError(f"window = {text!r} is not LEFT,RIGHT; write 512,0 or 512,all")
+    left, right = (None if side == "all" else int(side) for side in sides)
+    return left, right
 
 
 def select(spec: Spec, arch: Arch, kernel: str) -> Iterator[Stages]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var, text
+from flashgen.ir.dtype import F32
+from flashgen.ir.expr import FUNCTIONS, Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var, text
 
 _C_OPERATORS = {"//": "/", "&": "&&", "|": "||"}
+_BRANCHLESS = {"//": "/"}
 _PRECEDENCE = {
     "|": 1,
     "&": 2,
     "==": 3,
+    "!=": 3,
     "<": 4,
     "<=": 4,
     ">": 4,
@@ -23,7 +26,20 @@ _PRECEDENCE = {
     "//": 6,
     "%": 6,
 }
-_FUNCTIONS = {"exp2": "exp2_approx", "log": "logf", "neg": "-"}
+# Those of templates/device/common.cuh have no branch, which the products of wgmma would have to be waited for around.
+_FUNCTIONS = {
+    "exp2": "exp2_approx",
+    "log": "logf",
+    "neg": "-",
+    "abs": "absolute",
+    "log2": "log2_approx",
+    "tanh": "tanh_accurate",
+    "sigmoid": "sigmoid",
+    "sin": "sin_reduced",
+    "cos": "cos_reduced",
+    "sqrt": "sqrt_approx",
+    "reciprocal": "reciprocal",
+}
 _SELECT_PRECEDENCE = 0
 _ATOM = 9
 
@@ -36,36 +52,44 @@ def no_element(load: Load) -> str:
     raise ValueError(f"{load.buffer} is loaded in a uniform expression")
 
 
-def c_text(expr: Expr, name: Name, element: Element = no_element, parent: int = 0) -> str:
-    """The expression in C; `name` spells a variable and `element` a loaded element."""
-    body, level = _spell(expr, name, element)
+def c_text(expr: Expr, name: Name, element: Element = no_element, parent: int = 0, branch: bool = True) -> str:
+    """The expression in C; `name` spells a variable and `element` a loaded element.
+
+    branch: && and ||, which leave out their second operand; else & and |, of which a compiler makes no branch.
+    """
+
+    def spelled(part: Expr, level: int = 0) -> str:
+        return c_text(part, name, element, level, branch)
+
+    body, level = _spell(expr, name, element, spelled, _C_OPERATORS if branch else _BRANCHLESS)
     return f"({body})" if level < parent else body
 
 
-def _spell(expr: Expr, name: Name, element: Element) -> tuple[str, int]:
+def _spell(
+    expr: Expr, name: Name, element: Element, spelled: Callable[..., str], operators: dict[str, str]
+) -> tuple[str, int]:
     """Text and precedence."""
     if isinstance(expr, Const):
         return _constant(expr.value), _ATOM
     if isinstance(expr, Var):
-        spelled = name(expr.name)
-        return spelled, _ATOM if spelled.replace("_", "").replace(".", "").isalnum() or spelled.endswith(")") else 5
+        word = name(expr.name)
+        return word, _ATOM if word.replace("_", "").replace(".", "").isalnum() or word.endswith(")") else 5
     if isinstance(expr, Load):
         return element(expr), _ATOM
+    if isinstance(expr, Cast) and expr.dtype == F32:
+        return f"float({spelled(expr.x)})", _ATOM
     if isinstance(expr, Cast):
         raise ValueError(f"{text(expr)} is rounded inside of an expression; only a whole tile is packed")
     if isinstance(expr, Unary):
-        return f"{_FUNCTIONS[expr.op]}({c_text(expr.x, name, element)})", _ATOM
+        return f"{_FUNCTIONS[expr.op]}({spelled(expr.x)})", _ATOM
     if isinstance(expr, Select):
-        condition = c_text(expr.condition, name, element, 1)
-        branches = (c_text(branch, name, element, 1) for branch in (expr.x, expr.y))
-        return f"{condition} ? {' : '.join(branches)}", _SELECT_PRECEDENCE
+        condition, *either = (spelled(part, 1) for part in (expr.condition, expr.x, expr.y))
+        return f"{condition} ? {' : '.join(either)}", _SELECT_PRECEDENCE
     assert isinstance(expr, Binary | Compare)
-    if expr.op in ("min", "max"):
-        return f"{expr.op}({c_text(expr.x, name, element)}, {c_text(expr.y, name, element)})", _ATOM
+    if expr.op in FUNCTIONS:
+        return f"{expr.op}({spelled(expr.x)}, {spelled(expr.y)})", _ATOM
     level = _PRECEDENCE[expr.op]
-    left = c_text(expr.x, name, element, level)
-    right = c_text(expr.y, name, element, level + 1)
-    return f"{left} {_C_OPERATORS.get(expr.op, expr.op)} {right}", level
+    return f"{spelled(expr.x, level)} {operators.get(expr.op, expr.op)} {spelled(expr.y, level + 1)}", level
 
 
 def _constant(value: int | float | bool) -> str:
@@ -73,6 +97,8 @@ def _constant(value: int | float | bool) -> str:
         return "true" if value else "false"
     if isinstance(value, int):
         return str(value)
+    if math.isnan(value):
+        return "NAN"
     if math.isinf(value):
         return "INF" if value > 0 else "-INF"
     return f"{value!r}f"

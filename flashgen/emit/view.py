@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import cached_property
 
 from flashgen.emit.cexpr import c_text
-from flashgen.ir.expr import Compare, Const, Expr, I, J, Load, Var, rebuild
+from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Var, rebuild
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
 from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
@@ -121,6 +121,7 @@ class Names:
             _by_offset(expr),
             lambda name: spelled.get(name) or self.variable(name),
             lambda load: self._load(load, fragment, column),
+            branch=self.plan.arch.family != "sm90",  # around a branch no product runs meanwhile
         )
 
     def _load(self, load: Load, fragment: str, column: str) -> str:
@@ -143,10 +144,16 @@ class Names:
 
 
 def _by_offset(expr: Expr) -> Expr:
-    """A column that is compared alone, as its constant part: what it is compared with then takes the lane's part."""
+    """A column that is compared alone, as its constant part: what it is compared with then takes the lane's part.
+
+    So for a column that is added to a row, or taken from it, as floats.
+    """
     expr = rebuild(expr, _by_offset)
-    if isinstance(expr, Compare) and expr.x == J:
-        return Compare(expr.op, COL_OFFSET, expr.y - LANE_COL)
+    match expr:
+        case Compare(op, x, y) if x == J:
+            return Compare(op, COL_OFFSET, y - LANE_COL)
+        case Binary("+" | "-" as op, Cast(dtype, row), Cast(_, column)) if column == J:
+            return Binary(op, Cast(dtype, Binary(op, row, LANE_COL)), Cast(dtype, COL_OFFSET))
     return expr
 
 

@@ -172,6 +172,8 @@ ARITHMETIC: dict[str, Callable[..., Value]] = {
     "|": np.bitwise_or,
     "min": np.minimum,
     "max": np.maximum,
+    "floor_div": np.floor_divide,
+    "floor_mod": np.remainder,
 }
 
 # Python integers stay Python integers: grids and loop bounds are evaluated far more often than they are large.
@@ -185,6 +187,8 @@ INTEGER: dict[str, Callable[[int, int], int]] = {
     "|": lambda x, y: x | y,
     "min": min,
     "max": max,
+    "floor_div": lambda x, y: x // y,
+    "floor_mod": lambda x, y: x % y,
 }
 
 COMPARE: dict[str, Callable[[Value, Value], Value]] = {
@@ -193,6 +197,7 @@ COMPARE: dict[str, Callable[[Value, Value], Value]] = {
     ">": lambda x, y: x > y,
     ">=": lambda x, y: x >= y,
     "==": lambda x, y: x == y,
+    "!=": lambda x, y: x != y,
 }
 
 
@@ -208,7 +213,11 @@ UNARY: dict[str, Callable[[Value], Value]] = {
     "log2": _in_float(np.log2),
     "exp": _in_float(np.exp),
     "tanh": _in_float(np.tanh),
+    "sigmoid": _in_float(lambda x: np.float32(1) / (np.float32(1) + np.exp(-x))),
+    "sin": _in_float(np.sin),
+    "cos": _in_float(np.cos),
     "sqrt": _in_float(np.sqrt),
+    "reciprocal": _in_float(np.reciprocal),
     "abs": abs,
     "not": np.logical_not,
 }

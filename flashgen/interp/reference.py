@@ -12,33 +12,44 @@ d lse_i / d s_ij = p_ij: the gradient of the LSE adds to dP - delta.
     dv_j = sum_i p_ij do_i     dp_ij = do_i . v_j     delta_i = sum_j p_ij dp_ij (= do_i . o_i)
     ds_ij = p_ij (dp_ij - delta_i + dlse_i)     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i
 
+With a score function f in between, s = f(scale * q k^T), and ds has its derivative as a factor.
+
 A row in which every key is masked gives o = 0 and lse = -inf, and adds nothing to any gradient.
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
+from flashgen.calculus import derivative
+from flashgen.interp.common import ARITHMETIC, COMPARE
+from flashgen.ir.expr import Binary, Cast, Compare, Const, Select, Unary, Var
 
-def forward(q, k, v, *, causal=False, scale=None):
-    """(o, lse): o (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), both float64."""
-    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale)
+
+def forward(q, k, v, *, causal=False, scale=None, mask=None, score=None):
+    """(o, lse): o (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), both float64.
+
+    mask, score: traced functions, as a Spec has them.
+    """
+    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score)
     return _ungroup(p @ v_heads), _rows(lse)
 
 
-def backward(q, k, v, do, dlse=None, *, causal=False, scale=None):
+def backward(q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, score=None):
     """(dq, dk, dv) in float64, shaped as q, k and v.
 
     do is (batch, seqlen_q, heads_q, head_dim_v). dlse, the gradient of the LSE, is (batch, heads_q, seqlen_q) or
     None for zero; where a row is masked entirely its value is ignored, as that of do is.
     """
-    q_heads, k_heads, v_heads, p, lse, scale = _probabilities(q, k, v, causal, scale)
+    q_heads, k_heads, v_heads, p, lse, slope = _probabilities(q, k, v, causal, scale, mask, score)
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     attends = np.isfinite(lse)
     do_heads = np.where(attends, _group(do, k.shape[2]), 0.0)
     dp = do_heads @ _swap(v_heads)
     delta = np.sum(p * dp, axis=-1, keepdims=True)
     dlse_rows = 0.0 if dlse is None else np.where(attends, np.asarray(dlse, np.float64).reshape(lse.shape), 0.0)
-    ds = p * (dp - delta + dlse_rows)
+    ds = p * (dp - delta + dlse_rows) * np.where(p > 0.0, slope, 0.0)
     dq = _ungroup(ds @ k_heads) * scale
     dk = _over_group(_swap(ds) @ q_heads) * scale
     dv = _over_group(_swap(p) @ do_heads)
@@ -53,21 +64,78 @@ def causal_mask(seqlen_q, seqlen_k):
     return np.arange(seqlen_k)[None, :] <= np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
 
 
-def _probabilities(q, k, v, causal, scale):
-    """q, k, v by `_group`, p (batch, heads_kv, group, seqlen_q, seqlen_k), lse (..., seqlen_q, 1) and the scale."""
+def _probabilities(q, k, v, causal, scale, mask, score):
+    """q, k, v by `_group`, p (batch, heads_kv, group, seqlen_q, seqlen_k), lse (..., seqlen_q, 1), and the slope:
+    the derivative of the score function, like p."""
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     heads_kv = k.shape[2]
     q_heads, k_heads, v_heads = (_group(x, heads_kv) for x in (q, k, v))
     s = (q_heads @ _swap(k_heads)) * scale
+    slope = 1.0
+    names = _names(s) | {"score": s}
+    if score is not None:
+        with np.errstate(all="ignore"):
+            slope = _evaluate(derivative(score.expr, "score"), names)
+            s = np.broadcast_to(_evaluate(score.expr, names), s.shape)
     if causal:
         s = np.where(causal_mask(q.shape[1], k.shape[1]), s, -np.inf)
+    if mask is not None:
+        s = np.where(_evaluate(mask.expr, names), s, -np.inf)
     row_max = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
     row_max = np.where(np.isfinite(row_max), row_max, 0.0)  # -inf - -inf would be NaN in a row of masked scores
     p = np.exp(s - row_max)
     row_sum = np.sum(p, axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = row_max + np.log(row_sum)
-    return q_heads, k_heads, v_heads, p / np.where(row_sum > 0.0, row_sum, 1.0), lse, scale
+    return q_heads, k_heads, v_heads, p / np.where(row_sum > 0.0, row_sum, 1.0), lse, slope
+
+
+def _names(s):
+    """What mask and score functions are told of each element of the scores, by name."""
+    batch, heads_kv, group, seqlen_q, seqlen_k = s.shape
+    return {
+        "b": np.arange(batch).reshape(-1, 1, 1, 1, 1),
+        "h": np.arange(heads_kv * group).reshape(1, heads_kv, group, 1, 1),
+        "q_idx": np.arange(seqlen_q)[:, None],
+        "kv_idx": np.arange(seqlen_k),
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "heads": heads_kv * group,
+    }
+
+
+_FUNCTIONS: dict[str, Callable] = {
+    "neg": np.negative,
+    "abs": np.abs,
+    "exp2": np.exp2,
+    "log2": np.log2,
+    "tanh": np.tanh,
+    "sigmoid": lambda x: 0.5 + 0.5 * np.tanh(0.5 * x),
+    "sin": np.sin,
+    "cos": np.cos,
+    "sqrt": np.sqrt,
+    "reciprocal": lambda x: 1.0 / x,
+}
+
+
+def _evaluate(expr, names):
+    """The value of a traced expression, in float64."""
+    match expr:
+        case Const(value):
+            return value
+        case Var(name):
+            return names[name]
+        case Cast(_, x):
+            return np.asarray(_evaluate(x, names), np.float64)
+        case Unary(op, x):
+            return _FUNCTIONS[op](_evaluate(x, names))
+        case Compare(op, x, y):
+            return COMPARE[op](_evaluate(x, names), _evaluate(y, names))
+        case Binary(op, x, y):
+            return ARITHMETIC[op](_evaluate(x, names), _evaluate(y, names))
+        case Select(condition, x, y):
+            return np.where(*(_evaluate(part, names) for part in (condition, x, y)))
+    raise TypeError(f"{expr!r} is not part of a mask or score function")
 
 
 def _group(x, heads_kv):

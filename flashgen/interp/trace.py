@@ -57,5 +57,5 @@ class Trace:
 @lru_cache(maxsize=4096)
 def operations(expr: Expr) -> tuple[int, int]:
     """Special-function and plain operations for one element."""
-    special = sum(isinstance(node, Unary) and node.op != "neg" for node in walk(expr))
+    special = sum(isinstance(node, Unary) and node.op not in ("neg", "abs") for node in walk(expr))
     return special, sum(isinstance(node, Binary | Compare | Select) for node in walk(expr))

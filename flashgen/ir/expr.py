@@ -3,7 +3,8 @@
     expr = Const | Var | Load(buffer, index*) | Unary | Binary | Compare | Select | Cast
 
 Two variables are reserved inside a Map: `i` and `j`, the row and the column of the element within its tile.
-Integer division and remainder are used on non-negative operands only, where C and Python agree.
+`//` and `%` are used on non-negative operands only, where C and Python agree; `floor_div` and `floor_mod`, with a
+positive divisor, on any.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def wrap(value: Operand) -> Expr:
 def binary(op: str, x: Operand, y: Operand) -> Expr:
     """`x op y`, with integer constants folded and the neutral elements 0 and 1 dropped."""
     x, y = wrap(x), wrap(y)
-    if _whole(x) and _whole(y) and op in ("+", "-", "*", "//", "%", "min", "max"):
+    if _whole(x) and _whole(y) and op in ("+", "-", "*", "//", "%", *FUNCTIONS):
         return Const(BINARY[op](x.value, y.value))  # type: ignore[attr-defined]
     if (op in "+-" and y == Const(0)) or (op in ("*", "//") and y == Const(1)):
         return x
@@ -152,6 +153,10 @@ def binary(op: str, x: Operand, y: Operand) -> Expr:
         return _merge_constants(x, y)
     if op == "-" and _whole(y) and isinstance(x, Binary) and x.op in "+-" and isinstance(x.y, Const):
         return _merge_constants(x, Const(-y.value))  # type: ignore[attr-defined]
+    if op == "-" and x == y and isinstance(x, Var):
+        return Const(0)
+    if op == "-" and isinstance(y, Binary) and y.op == "-" and y.x == x:  # x - (x - z)
+        return y.y
     return Binary(op, x, y)
 
 
@@ -231,6 +236,11 @@ def variables(expr: Expr) -> set[str]:
     return {node.name for node in walk(expr) if isinstance(node, Var)}
 
 
+def by_element(expr: Expr) -> bool:
+    """True for what differs from element to element of a tile."""
+    return any(isinstance(node, Load) or node in (I, J) for node in walk(expr))
+
+
 def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """The same expression with `change` applied to each direct sub-expression."""
     if isinstance(expr, Binary):
@@ -254,6 +264,8 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
     return rebuild(expr, lambda child: substitute(child, values))
 
 
+FUNCTIONS = ("min", "max", "floor_div", "floor_mod")  # the operations of two operands that are written as calls
+
 BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "+": lambda x, y: x + y,
     "-": lambda x, y: x - y,
@@ -265,6 +277,8 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "|": lambda x, y: x | y,
     "min": lambda x, y: min(x, y),
     "max": lambda x, y: max(x, y),
+    "floor_div": lambda x, y: x // y,
+    "floor_mod": lambda x, y: x % y,
 }
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "<": lambda x, y: x < y,
@@ -272,6 +286,7 @@ COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     ">": lambda x, y: x > y,
     ">=": lambda x, y: x >= y,
     "==": lambda x, y: x == y,
+    "!=": lambda x, y: x != y,
 }
 
 
@@ -285,8 +300,8 @@ def evaluate(expr: Expr, values: Mapping[str, Any]) -> Any:
         return BINARY[expr.op](evaluate(expr.x, values), evaluate(expr.y, values))
     if isinstance(expr, Compare):
         return COMPARE[expr.op](evaluate(expr.x, values), evaluate(expr.y, values))
-    if isinstance(expr, Unary) and expr.op == "neg":
-        return -evaluate(expr.x, values)
+    if isinstance(expr, Unary) and expr.op in ("neg", "abs"):
+        return -evaluate(expr.x, values) if expr.op == "neg" else abs(evaluate(expr.x, values))
     if isinstance(expr, Select):
         return evaluate(expr.x if evaluate(expr.condition, values) else expr.y, values)
     raise TypeError(f"{text(expr)} is not a uniform integer expression")
@@ -296,6 +311,7 @@ _PRECEDENCE = {
     "|": 1,
     "&": 2,
     "==": 3,
+    "!=": 3,
     "<": 4,
     "<=": 4,
     ">": 4,
@@ -323,7 +339,7 @@ def text(expr: Expr, parent: int = 0) -> str:
         return f"{expr.dtype}({text(expr.x)})"
     if isinstance(expr, Select):
         return f"select({text(expr.condition)}, {text(expr.x)}, {text(expr.y)})"
-    if isinstance(expr, Binary) and expr.op in ("min", "max"):
+    if isinstance(expr, Binary) and expr.op in FUNCTIONS:
         return f"{expr.op}({text(expr.x)}, {text(expr.y)})"
     assert isinstance(expr, Binary | Compare)
     level = _PRECEDENCE[expr.op]

@@ -8,15 +8,17 @@ from dataclasses import replace
 from flashgen.calculus import loop_limits, somewhere_hidden
 from flashgen.ir.expr import NEG_INF, Const, Expr, I, J, Load, Select, Var, substitute
 from flashgen.ir.nodes import For, If, Kernel, Let, Map, Stmt
-from flashgen.ir.visit import Body, inline_lets, rewrite_kernel
+from flashgen.ir.visit import Body, inline_lets, rewrite_kernel, statements
 from flashgen.plan.plan import Plan
 
 
 def skip_blocks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
     """Tighten loops over blocks to those with a visible element.
 
+    Limits that depend on the variable of another loop are left out: such loops are counted through as a rectangle.
     Invariant: an iteration that is dropped would have masked every element of its score tile.
     """
+    loops = frozenset(stmt.axis for stmt in statements(kernel.body) if isinstance(stmt, For))
 
     def change(stmt: Stmt) -> Stmt | Body:
         if not isinstance(stmt, For):
@@ -25,7 +27,7 @@ def skip_blocks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
         lets = inline_lets(stmt.body)
         for mask in _masks(stmt.body):
             expr = substitute(_condition(mask), lets)
-            start, stop = loop_limits(expr, stmt.axis, _ranges(kernel, mask), start, stop)
+            start, stop = loop_limits(expr, stmt.axis, _ranges(kernel, mask), start, stop, loops - {stmt.axis})
         if (start, stop) == (stmt.start, stmt.stop):
             return stmt
         first, last = f"first_{stmt.axis}", f"last_{stmt.axis}"
@@ -42,7 +44,7 @@ def skip_blocks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
 
 
 def guard_masks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
-    """Mask only tiles on a boundary.
+    """Mask only tiles on a boundary, where it is known which these are.
 
     Invariant: where the guard does not hold, the mask is true for every element of the tile.
     """
@@ -52,6 +54,8 @@ def guard_masks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
             return stmt
         assert isinstance(stmt, Map)
         guard = somewhere_hidden(_condition(stmt), _ranges(kernel, stmt))
+        if guard is None:
+            return replace(stmt, note="no tile is known to be wholly visible")
         return If(guard, (replace(stmt, note=""),), note="only tiles on a boundary are masked")
 
     return rewrite_kernel(kernel, change)

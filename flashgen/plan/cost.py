@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from flashgen.ir.expr import Unary, walk
+from flashgen.ir.expr import Compare, Expr, Unary, by_element, walk
 from flashgen.ir.graph import live_intervals, remembered
 from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Map, Space, Stmt, Window, name_of
 from flashgen.ir.visit import statements
@@ -23,6 +23,7 @@ SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thr
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
 STEP_LATENCY = 400
 L2_BYTES_PER_CLOCK = 48
+SPECIAL = {"neg": 0, "abs": 0, "tanh": 2, "sigmoid": 2}  # instructions of the special function unit; others take one
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,19 @@ def _looped(kernel: Kernel) -> list[tuple[Stmt, int]]:
 
 
 def _functions(stmt: Stmt) -> int:
-    return sum(isinstance(node, Unary) for node in walk(stmt.expr)) if isinstance(stmt, Map) else 0
+    return special(stmt.expr) if isinstance(stmt, Map) else 0
+
+
+def special(expr: Expr) -> int:
+    """Instructions of the special function unit for an element; what is the same for all elements is computed once."""
+    return sum(SPECIAL.get(node.op, 1) for node in walk(expr) if isinstance(node, Unary) and by_element(node))
+
+
+def on_scores(kernel: Kernel) -> tuple[int, bool]:
+    """Special functions of the score function for an element; and whether there is one, or a mask beyond causal."""
+    maps = [stmt.expr for stmt, _ in _looped(kernel) if isinstance(stmt, Map) and stmt.dst == "s"]
+    comparisons = sum(isinstance(node, Compare) for expr in maps for node in walk(expr))
+    return max(map(special, maps), default=0), len(maps) > 1 or comparisons > 2
 
 
 def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int) -> Step:

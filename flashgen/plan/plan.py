@@ -106,7 +106,8 @@ class Plan:
     producer_warps: warps behind the computing ones, of which one thread loads; role_registers: of the two roles.
     mbarriers: names and counts of those behind the tiles. covered_by_output: tiles over which O lies on its way out.
     keys_in_cache: keys (with their values) of which a third of the L2 is full.
-    packed: query heads that share a tile of queries. variants: a sentence for each other kernel that a call may choose.
+    packed: query heads that share a tile of queries. variants: a sentence for each other
+    kernel that a call may choose, and for each part of the mask that is not known for whole tiles.
     """
 
     kernel: str

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from flashgen.ir.nodes import Kernel, Space
+from flashgen.calculus import unguarded
+from flashgen.ir.expr import Const, Select, Var, text
+from flashgen.ir.nodes import Kernel, Map, Space
+from flashgen.ir.visit import statements
 from flashgen.plan import cost, sm90, sm90_backward, smem, tuned
 from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import candidates
@@ -29,8 +32,23 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
         least = min(verdicts, key=_size)
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
     chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
+    if (spec.mask or spec.score) and source.startswith("measurement"):
+        source += ", without the mask and score functions"
     source += ", with one head in a tile" * (spec.packed > 1 and source.startswith("measurement"))
-    return replace(make(kernel, spec, arch, chosen), verdicts=tuple(verdicts), source=source)
+    made = make(kernel, spec, arch, chosen)
+    variants = (*made.variants, *_unguarded(kernel))
+    return replace(made, verdicts=tuple(verdicts), source=source, variants=variants)
+
+
+def _unguarded(kernel: Kernel) -> list[str]:
+    """A sentence for each part of the mask that no tile is spared."""
+    found = []
+    for stmt in statements(kernel.body):
+        if isinstance(stmt, Map) and stmt.note == "mask" and isinstance(stmt.expr, Select):
+            shape = kernel.buffer(stmt.dst).shape
+            ranges = {name: (Const(0), Var(dim) - 1) for name, dim in zip("ij", shape, strict=True)}
+            found += unguarded(stmt.expr.condition, ranges)
+    return [f"evaluated for each element of every tile, as no interval is known: {text(part)}" for part in found]
 
 
 def judged(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> list[Verdict]:

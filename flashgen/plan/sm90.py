@@ -15,6 +15,7 @@ from itertools import product
 
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.visit import heads_in_tile
+from flashgen.plan import cost
 from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import tile_names
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
@@ -25,6 +26,10 @@ ROLE_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 PERSISTENT_REGISTERS = ROLE_REGISTERS | {2: (40, 232)}
 # Addresses, loop counters, row maxima and sums beside the tiles, counted on compiled kernels.
 OVERHEAD_REGISTERS = 30
+# Beside a score function, or a mask of more than two comparisons. From so many special functions on, the compiler
+# computes one of them for all elements before the next, which takes another tile.
+FUNCTION_REGISTERS = 8
+MANY_FUNCTIONS = 4
 BLOCKS_KV = (64, 80, 96, 112, 128, 144, 160, 176, 192)
 # Clocks of a step that no other warpgroup's work covers (fitted on an H200).
 STEP_LATENCY = 300
@@ -66,7 +71,7 @@ def make(
         dims=dims,
         candidate=candidate,
         shared=shared,
-        registers=registers(sizes),
+        registers=registers(kernel, sizes),
         min_blocks=1,
         producer_warps=4,
         role_registers=role_registers(candidate),
@@ -120,9 +125,18 @@ def _panels(name: str, offset: int, rows: int, cols: int, stages: int) -> Placem
     return Placement(name, offset, rows * panel_bytes(cols), stages, panel_bytes(cols), swizzled=True)
 
 
-def registers(sizes: dict[str, int]) -> int:
+def registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     """The estimate for a thread that computes: scores, the packed operand that is still read, output, and the rest."""
-    return sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + sizes["head_dim_v"] // 2 + OVERHEAD_REGISTERS
+    tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + sizes["head_dim_v"] // 2
+    return tiles + OVERHEAD_REGISTERS + _function_registers(kernel, sizes)
+
+
+def _function_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
+    """What score functions, and masks beyond causal, take beside: counted on compiled kernels."""
+    functions, more = cost.on_scores(kernel)
+    if functions >= MANY_FUNCTIONS:
+        return sizes["block_kv"] // 2
+    return FUNCTION_REGISTERS if more else 0
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
@@ -136,7 +150,7 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     if needed > arch.shared_per_block:
         excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:g} KiB of a block"
         return Verdict(candidate, rejection=excess)
-    taken, limit = registers(sizes), role_registers(candidate)[1]
+    taken, limit = registers(kernel, sizes), role_registers(candidate)[1]
     if taken > min(limit, arch.max_registers):
         return Verdict(candidate, rejection=f"about {taken} registers a thread exceed {limit}: it would spill")
     elements = sizes["block_q"] * sizes["block_kv"]

@@ -20,9 +20,9 @@ from itertools import product
 
 from flashgen.ir.nodes import Buffer, Kernel, Space
 from flashgen.plan.arch import Arch
-from flashgen.plan.cost import accumulator_registers
+from flashgen.plan.cost import accumulator_registers, on_scores
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
-from flashgen.plan.sm90 import BARRIER_BYTES, ROLE_REGISTERS
+from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS
 from flashgen.plan.smem import panel_bytes
 
 KERNELS = ("attention_backward", "attention_backward_dq")
@@ -69,7 +69,7 @@ def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
         yield from _divided_candidates(kernel)
         return
     own, other = ("block_kv", "block_q") if kernel.name == "attention_backward" else ("block_q", "block_kv")
-    traits: tuple[tuple[str, ...], ...] = (("late",), ()) if kernel.name == "attention_backward" else ((),)
+    traits: tuple[tuple[str, ...], ...] = (("late",), ()) if _has_trait(kernel) else ((),)
     for warpgroups, block, depths, trait in product((2, 3), BLOCKS, ((2, 2), (2, 1), (1, 1)), traits):
         layouts = dict.fromkeys((item.name for item in _register_tiles(kernel)), (4 * warpgroups, 1))
         if _adds_dq(kernel):
@@ -99,6 +99,11 @@ def _divided_candidates(kernel: Kernel) -> Iterator[Candidate]:
         stages = (("q_tile", q), ("lse_tile", q), ("dout_tile", dout), ("delta_tile", dout), (HANDED, handed))
         blocks = (("block_kv", 64), ("block_q", block_q))
         yield Candidate(blocks, 12, stages, layouts, ("divided",))
+
+
+def _has_trait(kernel: Kernel) -> bool:
+    """True for the kernel that multiplies P and dO, early or late."""
+    return kernel.name == "attention_backward"
 
 
 def _adds_dq(kernel: Kernel) -> bool:
@@ -190,7 +195,14 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         widest, tile = max(sizes["head_dim"], sizes["head_dim_v"]), sizes["block_q"]
         return (widest + 2 * tile + tile // 2) // 2 + OVERHEAD_REGISTERS  # dK or dV, P, dP, dS packed
     threads = 32 * (candidate.warps - 4)
-    return accumulator_registers(kernel, sizes, threads, dict(candidate.layouts)) + OVERHEAD_REGISTERS
+    tiles = accumulator_registers(kernel, sizes, threads, dict(candidate.layouts))
+    replaced = "late" in candidate.traits if _has_trait(kernel) else on_scores(kernel)[0] < MANY_FUNCTIONS
+    if replaced and any(item.name == "slope" for item in kernel.buffers):
+        # P is multiplied by the slope while it is packed, so that the one replaces the other piece by piece. Compiled
+        # by NVRTC 13.5 that holds in both kernels, but not without "late" (4 to 12 bytes are spilled), and for dQ alone
+        # not with many functions (24).
+        tiles -= sizes["block_q"] * sizes["block_kv"] // 2 // threads
+    return tiles + OVERHEAD_REGISTERS
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:

@@ -44,6 +44,70 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return result;
 }
 
+// What score functions are made of, all without a branch: where a thread may take one, the compiler lets no product of
+// wgmma run meanwhile.
+
+#define NAN __int_as_float(0x7fc00000)
+
+// log2(x), 1 / x and sqrt(x), accurate to about 2^-22; subnormal operands count as zero.
+__device__ __forceinline__ float log2_approx(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ __forceinline__ float sqrt_approx(float x) {
+  float result;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// tanh(x) to 2^-19 of its value. tanh.approx is off by 2^-11, which in the LSE of a row of few keys is ten times what
+// float32 sums cost. 1 - 2 / (e^2x + 1) loses the digits of a small x, whose series ends soon.
+__device__ __forceinline__ float tanh_accurate(float x) {
+  const float square = x * x;
+  const float series = x + x * square * (-0.333333333f + square * (0.133333333f + square * -0.053968254f));
+  const float quotient = 1.0f - 2.0f * reciprocal(exp2_approx(x * 2.885390082f) + 1.0f);
+  return square < 0.04f ? series : quotient;
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exp2_approx(x * -1.442695041f)); }
+
+// The angle without whole turns, 2 pi in two parts: sin.approx holds its 2^-20 between -pi and pi only.
+__device__ __forceinline__ float without_turns(float x) {
+  const float turns = rintf(x * 0.159154943f);
+  return fmaf(turns, -1.93530718e-3f, fmaf(turns, -6.28125f, x));
+}
+__device__ __forceinline__ float sin_reduced(float x) {
+  float result;
+  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(without_turns(x)));
+  return result;
+}
+__device__ __forceinline__ float cos_reduced(float x) {
+  float result;
+  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(without_turns(x)));
+  return result;
+}
+
+__device__ __forceinline__ float absolute(float x) { return fabsf(x); }
+__device__ __forceinline__ int absolute(int x) { return max(x, -x); }
+
+// The quotient towards minus infinity and its remainder, for a positive y. A power of two, which is known where this is
+// inlined, takes one instruction.
+__device__ __forceinline__ int floor_mod(int x, int y) {
+  if ((y & (y - 1)) == 0) return x & (y - 1);
+  const int rest = x % y;
+  return rest + (rest < 0 ? y : 0);
+}
+__device__ __forceinline__ int floor_div(int x, int y) {
+  if ((y & (y - 1)) == 0) return x >> (31 - __clz(y));
+  return (x - floor_mod(x, y)) / y;
+}
+
 // A (batch, head, row, column) array with contiguous columns; strides count elements. The row stride has 32 bits, so
 // that a row's offset is one multiply-add to 64 bits, which needs no register beyond its result.
 template <class T>

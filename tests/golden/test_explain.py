@@ -58,3 +58,13 @@ def test_the_text_holds_the_choice_the_ranking_and_the_rejections(plans):
         assert str(verdict.candidate) in text and verdict.rejection in text
     costs = [verdict.cost for verdict in plan.verdicts if not verdict.rejection]
     assert costs == sorted(costs)
+
+
+def test_a_mask_without_intervals_is_named():
+    import flashgen
+    from flashgen import masks
+
+    known = flashgen.compile(64, True, arch="sm_80", window=(100, None), mask_mod=masks.chunked(64))
+    assert "no interval is known" not in known.explain()
+    unknown = flashgen.compile(64, True, arch="sm_80", mask_mod=masks.dilated(3))
+    assert "every tile, as no interval is known: floor_mod(" in unknown.explain()

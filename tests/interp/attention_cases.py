@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flashgen.attention import backward, forward
-from flashgen.interp import tile
+from flashgen.interp import reference, tile
 from flashgen.interp.common import round_to
 from flashgen.spec import Spec
 
@@ -86,27 +86,12 @@ class Problem:
 
     def dense(self):
         """Dense float64: o, lse, dq, dk, dv."""
-        q, dout, dlse = (self.arrays[name].astype(np.float64) for name in ("q", "dout", "dlse"))
-        group = self.heads // self.heads_kv
-        k, v = (np.repeat(self.arrays[name].astype(np.float64), group, axis=1) for name in ("k", "v"))
-        s = q @ k.swapaxes(2, 3) * self.scale
-        if self.spec.causal:
-            i, j = np.arange(self.seqlen_q)[:, None], np.arange(self.seqlen_k)
-            s = np.where(j <= i + self.seqlen_k - self.seqlen_q, s, -np.inf)
-        top = s.max(axis=3, initial=-np.inf)
-        top = np.where(np.isfinite(top), top, 0.0)
-        e = np.exp(s - top[..., None])
-        total = e.sum(axis=3)
-        with np.errstate(divide="ignore"):
-            lse = np.log(total) + top
-        p = e / np.where(total == 0, 1, total)[..., None]
-        o = p @ v
-        delta = (o * dout).sum(axis=3) - dlse
-        ds = p * (dout @ v.swapaxes(2, 3) - delta[..., None]) * self.scale
-        dk, dv = ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
-        shape = (self.batches, self.heads_kv, group, self.seqlen_k, -1)
-        grouped = [x.reshape(*shape[:-1], x.shape[3]).sum(axis=2) for x in (dk, dv)]
-        return {"o": o, "lse": lse, "dq": ds @ k, "dk": grouped[0], "dv": grouped[1]}
+        q, k, v, dout = (self.arrays[name].transpose(0, 2, 1, 3) for name in ("q", "k", "v", "dout"))
+        options = {name: getattr(self.spec, name) for name in ("causal", "mask", "score")} | {"scale": self.scale}
+        o, lse = reference.forward(q, k, v, **options)
+        dq, dk, dv = reference.backward(q, k, v, dout, self.arrays["dlse"], **options)
+        found = {"o": o, "dq": dq, "dk": dk, "dv": dv}
+        return {name: x.transpose(0, 2, 1, 3) for name, x in found.items()} | {"lse": lse}
 
 
 def assert_close(arrays, expected, dtype, names=("o", "lse", "dq", "dk", "dv")):

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.emit.cexpr import c_text
-from flashgen.ir.dtype import BF16
+from flashgen.ir.dtype import BF16, F32
 from flashgen.ir.expr import (
     INF,
     NEG_INF,
     Binary,
     Cast,
+    Compare,
     Const,
     I,
     Unary,
@@ -52,6 +53,9 @@ def test_a_name_spelled_as_a_sum_keeps_its_value(expr, inner, values, op):
     assert c_value(text, values) == evaluate(substitute(expr, {"a": Binary(op, inner, B)}), values)
 
 
+MODULO = "floor_mod(a - b, 3) != floor_div(c, 2)"
+
+
 @pytest.mark.parametrize(
     ("expr", "expected"),
     [
@@ -71,6 +75,8 @@ def test_a_name_spelled_as_a_sum_keeps_its_value(expr, inner, values, op):
         (exp2(A * 0.5), "exp2_approx(a * 0.5f)"),
         (log(A) * 2.0, "logf(a) * 2.0f"),
         (select(A.equals(NEG_INF), INF, A), "a == -INF ? INF : a"),
+        (Unary("tanh", Cast(F32, A + 1)), "tanh_accurate(float(a + 1))"),
+        (Compare("!=", Binary("floor_mod", A - B, Const(3)), Binary("floor_div", C, Const(2))), MODULO),
         (Const(True), "true"),
         (Const(1e-30), "1e-30f"),
         (Const(math.log2(math.e)), "1.4426950408889634f"),
@@ -78,6 +84,11 @@ def test_a_name_spelled_as_a_sum_keeps_its_value(expr, inner, values, op):
 )
 def test_spelling(expr, expected):
     assert c_text(expr, same) == expected
+
+
+def test_without_branches_conditions_are_joined_by_bits():
+    both = (A < B) & ((B < C) | A.equals(C))
+    assert c_text(select(both, A, B), same, branch=False) == "a < b & (b < c | a == c) ? a : b"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ LAYERS = [
     {"ir"},
     {"spec"},
     {"trace", "calculus"},
+    {"masks", "scores"},
+    {"variants"},
     {"attention"},
     {"plan"},
     {"machine"},

@@ -4,7 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from functions import MASKS, SCORES
 
+from flashgen import trace
 from flashgen.interp import reference
 
 SHAPES = [(1, 1), (5, 5), (3, 9), (9, 3), (1, 7), (7, 1), (17, 13)]
@@ -125,3 +127,22 @@ def test_float16_inputs_are_computed_in_float64():
     assert o.dtype == lse.dtype == np.float64
     np.testing.assert_array_equal(o, want)
     assert all(x.dtype == np.float64 for x in reference.backward(*arrays, causal=True))
+
+
+@pytest.mark.parametrize("score", [None, *(name for name in SCORES if name != "infinite")])
+@pytest.mark.parametrize("mask", [None, *MASKS])
+def test_mask_and_score_functions_agree_with_autograd(mask, score):
+    """tests/support.py evaluates them in torch, and has autograd find the derivative."""
+    torch = pytest.importorskip("torch")
+    import support
+
+    functions = {"mask": mask and trace.mask(MASKS[mask]), "score": score and trace.score(SCORES[score])}
+    q, k, v, do, dlse = inputs(11, 14, 4, 2)
+    found = (
+        *reference.forward(q, k, v, causal=True, **functions),
+        *reference.backward(q, k, v, do, dlse, causal=True, **functions),
+    )
+    tensors = [torch.tensor(x) for x in (q, k, v, do)]
+    expected = support.dense(*tensors, causal=True, dlse=torch.tensor(dlse), **functions)
+    for x, ref in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, ref.numpy(), rtol=1e-9, atol=1e-12)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashgen.attention.parts import SCALE_LOG2
 from flashgen.ir.dtype import BF16, F32
-from flashgen.ir.expr import Const, I, Unary, exp2, load
+from flashgen.ir.expr import Binary, Const, Expr, I, Load, Unary, exp2, load
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Buffer, For, Kernel, Space, Stmt, Tile
-from flashgen.ir.visit import Body, rewrite
+from flashgen.ir.visit import Body, rewrite, statements
 from flashgen.lower.sm90.roles import in_role
 from flashgen.machine.base import FillFragment, MapFragment, PackFragment, ReduceRows
 from flashgen.machine.sm90 import IfAnyLarge, Rescore, WaitFull, Wgmma
@@ -36,25 +35,36 @@ def guess_maximum(kernel: Kernel, plan: Plan) -> Kernel:
     if not plan.has("guessed maximum"):
         return kernel
     bias = BIAS.get(kernel.buffer("p_operand").dtype, NARROW_BIAS)
+    factor = _factor(kernel)
     buffer = Buffer(STEP_SUM, ("block_q",), F32, Space.REGISTER, warps=kernel.buffer("row_sum").warps)
 
     def change(body: Body) -> Body:
-        return rewrite(rewrite(body, lambda stmt: _biased(stmt, bias)), lambda stmt: _guessed(stmt, bias))
+        return rewrite(
+            rewrite(body, lambda stmt: _biased(stmt, bias, factor)), lambda stmt: _guessed(stmt, bias, factor)
+        )
 
     return in_role(kernel.with_buffer(buffer), "consumer", change)
 
 
-def _biased(stmt: Stmt, bias: float) -> Stmt:
+def _factor(kernel: Kernel) -> Expr:
+    """What scores are multiplied by for exponentials of base 2: by the scale too, or a score function has taken it."""
+    for stmt in statements(kernel.body):
+        match stmt:
+            case MapFragment("p", Unary("exp2", Binary("-", Binary("*", Load(), factor)))):
+                return factor
+    raise ValueError(f"{kernel.name}: p is not exp2(s * factor - offset)")
+
+
+def _biased(stmt: Stmt, bias: float, factor: Expr) -> Stmt:
     """Offsets that are `bias` above the maximum."""
     if isinstance(stmt, MapFragment) and stmt.dst == "offset":
         return replace(stmt, expr=stmt.expr + Const(bias))
     if isinstance(stmt, MapFragment) and stmt.dst == "rescale":
-        assert isinstance(stmt.expr, Unary)
-        return replace(stmt, expr=exp2(load("row_max_old", I) * SCALE_LOG2 + Const(bias) - load("offset", I)))
+        return replace(stmt, expr=exp2(load("row_max_old", I) * factor + Const(bias) - load("offset", I)))
     return stmt
 
 
-def _guessed(loop: Stmt, bias: float) -> Stmt:
+def _guessed(loop: Stmt, bias: float, factor: Expr) -> Stmt:
     """The loop with each step's statements between its products in their short form, and in full where need be."""
     if not isinstance(loop, For):
         return loop
@@ -71,7 +81,7 @@ def _guessed(loop: Stmt, bias: float) -> Stmt:
     full = tuple(inner for stmt in middle if not isinstance(stmt, WaitFull) for inner in _summed(stmt))
     guess = MapFragment(
         "offset",
-        load("row_max", I) * SCALE_LOG2 + Const(bias),
+        load("row_max", I) * factor + Const(bias),
         note="by the last maxima computed; a row that has seen no key makes NaN, which is found below",
     )
     total = MapFragment("row_sum", load("row_sum", I) + load(STEP_SUM, I))

@@ -5,8 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import reduce
 
-from flashgen.calculus import Term, affine, conjuncts
-from flashgen.ir.expr import NEG_INF, Compare, Const, Expr, J, Select, binary, maximum, minimum, select
+from flashgen.calculus import affine, orders
+from flashgen.ir.expr import (
+    NEG_INF,
+    Binary,
+    Compare,
+    Const,
+    Expr,
+    J,
+    Select,
+    binary,
+    maximum,
+    minimum,
+    select,
+    text,
+    variables,
+)
 from flashgen.ir.nodes import Accumulate, Buffer, Copy, Gemm, Kernel, Level, Space, Stmt, Tile, Window, name_of
 from flashgen.ir.visit import Body, rewrite_kernel
 from flashgen.lower.selection import select_shared
@@ -63,44 +77,65 @@ def isolate_columns(kernel: Kernel, plan: Plan) -> Kernel:
 
     def change(stmt: Stmt) -> Stmt:
         if isinstance(stmt, base.MapFragment) and isinstance(stmt.expr, Select) and stmt.expr.y == NEG_INF:
-            return replace(stmt, expr=replace(stmt.expr, condition=_isolated(stmt.expr.condition)))
+            return replace(stmt, expr=replace(stmt.expr, condition=_joined(_parts(stmt.expr.condition))))
         return stmt
 
     return rewrite_kernel(kernel, change)
 
 
-def _isolated(condition: Expr) -> Expr:
-    """j < min(limits), or j >= max(limits) where those are the only ones, and what limits no column.
+Part = tuple[str, Expr]  # "above" and x for j < x, "below" and x for j >= x, or "" and another condition
 
-    With a limit from below, what limits no column moves it out of reach where it does not hold.
+
+def _parts(condition: Expr) -> list[Part]:
+    """The parts whose conjunction the condition is."""
+    if isinstance(condition, Binary) and condition.op == "&":
+        return _parts(condition.x) + _parts(condition.y)
+    if isinstance(condition, Binary) and condition.op == "|":
+        one, other = _parts(condition.x), _parts(condition.y)
+        kinds = {kind for kind, _ in (*one, *other)}
+        if len(one) == len(other) == len(kinds) == 1 and kinds != {""}:
+            widest = maximum if kinds == {"above"} else minimum
+            return [(one[0][0], widest(one[0][1], other[0][1]))]
+        return [("", _joined(one) | _joined(other))]
+    if not isinstance(condition, Compare) or J.name not in variables(condition):
+        return [("", condition)]
+    try:
+        return [_limit(compare) for compare in orders(condition, J.name)]
+    except ValueError:
+        return [("", condition)]
+
+
+def _joined(parts: list[Part]) -> Expr:
+    """j < min(limits) and j >= max(limits), and what else there is.
+
+    What limits no column moves a limit out of reach where it does not hold.
     """
-    above: list[Expr] = []
-    below: list[Expr] = []
-    others: list[Expr] = []
-    for compare in conjuncts(condition):
-        kind, limit = _limit(compare)
-        {"above": above, "below": below}.get(kind, others).append(limit)
-    if below and not above:
-        limit = reduce(maximum, below)
-        if others:
-            limit = select(reduce(lambda x, y: x & y, others), limit, Const(OUT_OF_REACH))
-        return Compare(">=", J, limit)
-    first = [Compare("<", J, reduce(minimum, above))] if above else []
-    second = [Compare(">=", J, reduce(maximum, below))] if below else []
-    return reduce(lambda x, y: x & y, [*first, *second, *others])
+    above = [limit for kind, limit in parts if kind == "above"]
+    below = [limit for kind, limit in parts if kind == "below"]
+    others = [condition for kind, condition in parts if not kind]
+    limits = [Compare("<", J, reduce(minimum, above))] if above else []
+    limits += [Compare(">=", J, reduce(maximum, below))] if below else []
+    of_rows = [condition for condition in others if J.name not in variables(condition)]
+    if limits and of_rows:
+        last = limits.pop()
+        out_of_reach = Const(0 if last.op == "<" else OUT_OF_REACH)
+        limits.append(replace(last, y=select(reduce(lambda x, y: x & y, of_rows), last.y, out_of_reach)))
+        others = [condition for condition in others if condition not in of_rows]
+    return reduce(lambda x, y: x & y, [*limits, *others])
 
 
-def _limit(compare: Compare) -> tuple[str, Expr]:
-    """ "above" and x for j < x, "below" and x for j >= x, or "" and the comparison itself."""
-    left, left_rest = affine(compare.x, {J.name})
-    right, right_rest = affine(compare.y, {J.name})
-    one = Term(1, Const(1))
-    if compare.op not in ("<", "<=") or (J.name in left) == (J.name in right):
-        return "", compare
-    if left.get(J.name) == one:
+def _limit(compare: Compare) -> Part:
+    """The limit of j in a comparison of order; ValueError where there is none."""
+    low, high = (compare.x, compare.y) if compare.op in ("<", "<=") else (compare.y, compare.x)
+    left, left_rest = affine(low, {J.name})
+    right, right_rest = affine(high, {J.name})
+    if (J.name in left) == (J.name in right):
+        raise ValueError(f"{text(compare)} limits no column")
+    term = {**left, **right}[J.name]
+    if term.factor != Const(1):
+        raise ValueError(f"{text(compare)} limits a multiple of the column")
+    if (term.sign > 0) == (J.name in left):  # j < high - low
         limit = binary("-", right_rest, left_rest)
-        return "above", limit + 1 if compare.op == "<=" else limit
-    if right.get(J.name) == one:
-        limit = binary("-", left_rest, right_rest)
-        return "below", limit if compare.op == "<=" else limit + 1
-    return "", compare
+        return "above", limit if compare.op in ("<", ">") else limit + 1
+    limit = binary("-", left_rest, right_rest)
+    return "below", limit + 1 if compare.op in ("<", ">") else limit

@@ -1,0 +1,33 @@
+"""Score functions to hand to `flashgen.compile(score_mod=...)`, and the one behind `softcap`.
+
+A score function is one of (score, b, h, q_idx, kv_idx), and gives what takes the place of the score: the product of
+query and key, scaled. These are written as a user would write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flashgen.trace.functions import exp2, heads, seqlen_k, seqlen_q, tanh
+
+Score = Callable[..., Any]
+
+
+def softcap(cap: float) -> Score:
+    """Scores between -cap and cap: cap * tanh(score / cap)."""
+
+    def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return tanh(score / cap) * cap
+
+    capped.file_name = f"softcap{cap:g}".replace(".", "p")  # type: ignore[attr-defined]
+    return capped
+
+
+def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Less for keys that are further away, by the slope of the head: 2^(-8 (h + 1) / heads)."""
+    slope = exp2(-8.0 * (h + 1) / heads)
+    return score - slope * abs(q_idx + (seqlen_k - seqlen_q) - kv_idx)
+
+
+alibi.file_name = "alibi"  # type: ignore[attr-defined]

@@ -1,0 +1,70 @@
+"""The options of a call as mask and score functions: `causal`, `window`, `softcap`, `mask_mod`, `score_mod`."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+
+from flashgen import masks, scores, trace
+from flashgen.spec import Function
+
+ALIGNMENTS = {True: "bottom-right", False: "", "bottom-right": "bottom-right", "top-left": "top-left"}
+Window = tuple[int | None, int | None]
+
+
+def functions(
+    causal: bool | str,
+    window: Window | None = None,
+    softcap: float | None = None,
+    mask_mod: Callable | None = None,
+    score_mod: Callable | None = None,
+) -> tuple[bool, Function | None, Function | None]:
+    """`causal`, `mask` and `score` of the Spec: a query sees what all masks show it, and scores are capped first.
+
+    Raises TypeError or ValueError, with one sentence, for what is not an option or cannot be traced.
+    """
+    alignment = _alignment(causal)
+    top_left = alignment == "top-left"
+    mask = trace.mask(masks.causal_top_left) if top_left else None
+    if window is not None:
+        mask = trace.both(mask, trace.mask(masks.window(*_sides(window), top_left)))
+    if mask_mod is not None:
+        mask = trace.both(mask, trace.mask(mask_mod))
+    score = None if softcap is None else trace.score(scores.softcap(_cap(softcap)))
+    if score_mod is not None:
+        score = trace.behind(score, trace.score(score_mod))
+    return alignment == "bottom-right", mask, score
+
+
+def _alignment(causal: bool | str) -> str:
+    if not isinstance(causal, bool | str) or causal not in ALIGNMENTS:
+        raise TypeError(f"causal = {causal!r} must be True or False, 'top-left' or 'bottom-right' (which is True)")
+    return ALIGNMENTS[causal]
+
+
+def _sides(window: Window) -> Window:
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window = {window!r} must be a pair (left, right), each a number of keys or None")
+    left, right = (_side(window, side) for side in window)
+    return left, right
+
+
+def _side(window: Window, side: int | None) -> int | None:
+    if side is None:
+        return None
+    try:
+        count = -1 if isinstance(side, bool) else operator.index(side)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(f"window = {window!r}: {side!r} must be an integer from 0 on, or None for any number of keys")
+    return count
+
+
+def _cap(softcap: float) -> float:
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float):
+        raise TypeError(f"softcap must be a Python number or None, not {type(softcap).__name__}")
+    if not (0 < softcap < math.inf):
+        raise ValueError(f"softcap = {softcap!r} must be positive and finite, or None for no cap")
+    return float(softcap)
