@@ -159,8 +159,8 @@ def command(
 ) -> None:
     """Time the planner's candidates on this GPU; show how far its choices are behind the best.
 
-    Where a choice is more than 3 percent behind, the end shows a line for flashgen/plan/tuned.py. Run again with the
-    same --output to continue. The full preset takes about six minutes on 16 cores.
+    Where a choice is more than 3 percent behind, the end shows a line for flashgen/plan/tuned.py. Where the time for a
+    run is limited, --limit ends it between two cells; the same --output continues.
 
     \b
     python -m flashgen tune --preset full --direction fwd --limit 540 --output fwd.json
