@@ -40,14 +40,20 @@ class Tuner:
     `measure.Competitor.record` gives.
     """
 
-    def __init__(self, harness: Any, arch: Arch, output: Path, top: int | None, limit: float, console: Console) -> None:
-        self.harness, self.arch, self.output, self.top, self.console = harness, arch, output, top, console
+    def __init__(self, rounds: int, arch: Arch, output: Path, top: int | None, limit: float, console: Console) -> None:
+        from flashgen.bench import measure
+
         self.deadline = time.monotonic() + limit
+        self.arch, self.output, self.top, self.console = arch, output, top, console
         self.results = opened(output, about(arch))
         self.left_out: list[str] = []
+        clock = measure.CudaClock()
+        self.heater = measure.Heater(clock, "cuda")
+        self.harness = measure.Harness(clock, self.heater, "cuda", rounds)
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Times what the file does not have yet, until the time is over."""
+        self.console.print(f"cuBLAS 8192-cubed bf16: {self.heater.settle()[1]:.0f} TFLOP/s warm", highlight=False)
         for direction, head_dim, causal in dict.fromkeys(
             (cell.direction, cell.head_dim, cell.causal) for cell in cells
         ):
@@ -159,8 +165,8 @@ def command(
 ) -> None:
     """Time the planner's candidates on this GPU; show how far its choices are behind the best.
 
-    Where a choice is more than 3 percent behind, the end shows a line for flashgen/plan/tuned.py. Run again with the
-    same --output to continue. The full preset takes about six minutes on 16 cores.
+    Where a choice is more than 3 percent behind, the end shows a line for flashgen/plan/tuned.py. Where the time for a
+    run is limited, --limit ends it between two cells; the same --output continues.
 
     \b
     python -m flashgen tune --preset full --direction fwd --limit 540 --output fwd.json
@@ -172,15 +178,9 @@ def command(
         regret.show(report.load(old), console)
         return
     require_gpu()
-    from flashgen.bench import measure
-
     masks = None if causal is None else (causal,)
     cells = grid.cells(preset, direction or grid.DIRECTIONS, head_dim or None, masks, seqlen or None)
-    clock = measure.CudaClock()
-    heater = measure.Heater(clock, "cuda")
-    harness = measure.Harness(clock, heater, "cuda", rounds)
     chip = current_arch() if arch is None else parse_arch(arch)
-    tuner = Tuner(harness, chip, output, top, float("inf") if limit is None else limit, console)
-    console.print(f"cuBLAS 8192-cubed bf16: {heater.settle()[1]:.0f} TFLOP/s warm", highlight=False)
+    tuner = Tuner(rounds, chip, output, top, float("inf") if limit is None else limit, console)
     tuner.run(cells)
     regret.show(tuner.results, console)

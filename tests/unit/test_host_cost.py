@@ -1,5 +1,6 @@
 """What a repeated call does on the host, with a made-up driver; counted in calls of functions, as clocks vary."""
 
+import ctypes
 import sys
 from types import SimpleNamespace
 
@@ -20,12 +21,18 @@ RUNTIME = SimpleNamespace(
 )
 
 
+def encode(target, kind, rank, address, *_):
+    """A map that begins with its address."""
+    ctypes.memmove(target.value, address.value.to_bytes(8, "little"), 8)
+    return 0
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """CPU tensors count as those of a GPU; the arguments of each launch."""
     seen = []
     driver = SimpleNamespace(ctxGetDevice=lambda: 0)
-    cuda = SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0)
+    cuda = SimpleNamespace(cuTensorMapEncodeTiled=encode)
     monkeypatch.setattr(launch, "driver", lambda: driver)
     monkeypatch.setattr(tensormap, "libcuda", lambda: cuda)
     for module in (launch, tile_counters):
@@ -58,19 +65,20 @@ def test_a_repeated_call_of_a_kernel_takes_few_calls(launched):
     q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
     kernel = api.Kernel(flashgen.compile(64, True, arch="sm_90a").spec, api.parse_arch("sm_90a"), "bshd", "auto", False)
     with torch.no_grad():
-        kernel(q, k, v)
-        names = calls_of(lambda: kernel(q, k, v))
-    assert len(launched) == 2 and names.count("signature") == 3
-    assert len(names) <= 32, names
+        # The fewest of some: results at addresses that were not seen before are packed first.
+        names = min((calls_of(lambda: kernel(q, k, v)) for _ in range(20)), key=len)
+    assert len(launched) == 20 and names.count("signature") == 3
+    assert len(names) <= 28, names
 
 
 def test_other_addresses_are_packed_again_and_other_shapes_are_checked_again(launched):
     kernel = api.Kernel(flashgen.compile(64, True, arch="sm_90a").spec, api.parse_arch("sm_90a"), "bshd", "auto", False)
     q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
-    kernel(q, k, v)
-    for changed in (torch.randn(1, 64, 2, 64).bfloat16(), torch.randn(1, 64, 4, 64).bfloat16()[:, :, ::2]):
-        kernel(changed, k, v)
-        assert launched[-1] != launched[0]
+    wider = torch.randn(1, 64, 4, 64).bfloat16()
+    for changed in (q, torch.randn(1, 64, 2, 64).bfloat16(), wider[:, :, ::2], wider[:, :, 1::2], q):
+        o, lse = kernel(changed, k, v, return_lse=True)
+        found = [array.data_ptr().to_bytes(8, "little") in launched[-1] for array in (changed, k, v, o, lse)]
+        assert all(found)
     with pytest.raises(ValueError, match="k and v disagree in seqlen_k"):
         kernel(q, k[:, :32], v)
     with pytest.raises(ValueError, match="q is float32"):
