@@ -122,7 +122,7 @@ def test_a_value_of_another_function_is_refused():
         ({"softcap": math.inf}, ValueError, "must be positive and finite"),
         ({"softcap": "3"}, TypeError, "must be a Python number"),
         ({"causal": "left"}, TypeError, "'top-left' or 'bottom-right'"),
-        ({"causal": 1}, TypeError, "must be True, False"),
+        ({"causal": 1}, TypeError, "must be True or False"),
     ],
 )
 def test_options_are_checked(options, error, reason):
