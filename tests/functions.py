@@ -35,6 +35,7 @@ SCORES = {
     "gate": lambda score, b, h, q_idx, kv_idx: 2.5 * fg.sigmoid(score) + fg.minimum(score, 0.5 * b),
     "masking": lambda score, b, h, q_idx, kv_idx: fg.where((q_idx + kv_idx) % 3 == 0, score, -math.inf),
     "infinite": lambda score, b, h, q_idx, kv_idx: fg.log(abs(score)) + 0.001 / score,
+    "far above": lambda score, b, h, q_idx, kv_idx: score + fg.where(kv_idx > 15, 1000.0, 0.0) + kv_idx // 8 * 10,
     "root": lambda score, b, h, q_idx, kv_idx: fg.sqrt(abs(score) + 0.25) - fg.log(score * score + 1.0) / 3,
 }
 

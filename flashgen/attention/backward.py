@@ -72,6 +72,9 @@ def delta(spec: Spec) -> Kernel:
     zero_dq = () if spec.deterministic else (Fill(parts.rows_of("dq_workspace", HEAD, Q_START), Const(0.0)),)
     accumulator = () if spec.deterministic else (_dq_accumulator(), parts.register("dq_acc", "block_q", "head_dim"))
     lse = load("lse_row", I)
+    no_part = lse.equals(NEG_INF)
+    if spec.score is not None:  # which may make anything of the zero scores of rows behind the end
+        no_part = no_part | (Q_START + I >= SEQLEN_Q)
     return Kernel(
         name="attention_delta",
         level=Level.TILE,
@@ -99,7 +102,7 @@ def delta(spec: Spec) -> Kernel:
             Fill("delta_row", Const(0.0)),
             RowReduce("delta_row", "sum", "product"),
             Map("delta_row", load("delta_row", I) - load("dlse_row", I)),
-            Map("lse_log2_row", select(lse.equals(NEG_INF), INF, lse * Const(math.log2(math.e)))),
+            Map("lse_log2_row", select(no_part, INF, lse * Const(math.log2(math.e)))),
             Copy(parts.rows_of("delta", HEAD, Q_START), "delta_row"),
             Copy(parts.rows_of("lse_log2", HEAD, Q_START), "lse_log2_row"),
         ),

@@ -49,6 +49,14 @@ def test_scores_of_what_does_not_exist_may_be_infinite():
     assert_close(arrays, problem.dense(), F16, ("o", "lse", "dv"))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_and_keys_behind_the_ends_have_no_part_whatever_they_score(deterministic):
+    """Their zero scores become 1000, of which exp2 is infinite, and infinite times zero is no number."""
+    problem = Problem(Spec(16, 16, deterministic=deterministic, **traced(False, None, "far above")), 1, 2, 1, 21, 30)
+    compare(problem, plans(problem, Choice(1, 1, 16, (1, 1))))
+    assert_close(tiled(problem, 8, 16), problem.dense(), BF16)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_functions_on_the_toy_chip(data):

@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_delt
   }
   #pragma unroll
   for (int i = 0; i < Product::ROWS; ++i) {
-    lse_log2_row[i] = lse_row[i] == -INF ? INF : lse_row[i] * 1.4426950408889634f;
+    lse_log2_row[i] = lse_row[i] == -INF || q_start + Product::row(i) >= args.seqlen_q ? INF : lse_row[i] * 1.4426950408889634f;
   }
   store_rows<Product>(args.delta.at(batch, head, q_start), delta_row, BLOCK_Q);
   store_rows<Product>(args.lse_log2.at(batch, head, q_start), lse_log2_row, BLOCK_Q);
