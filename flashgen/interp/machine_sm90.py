@@ -1,84 +1,26 @@
-"""The meaning of the statements of machine/sm90.py for one warp: loads, phases of mbarriers, products in flight.
+"""The meaning of the statements of machine/sm90.py for one warp; that of mbarriers and loads is in mbarriers.py.
 
-An mbarrier is the number of its phases that have ended. A wait for parity P passes once a phase of that parity is the
-last that ended (PTX ISA, "mbarrier.try_wait"). A load by TMA ends its phase at once but lands at the first wait for it,
-and each warp has to wait itself before it may read. A product's operands are read when it is issued; its result appears
-at its wait, and until then the accumulator does not exist and a register operand may not be written.
+A product's operands are read when it is issued; its result appears at its wait, and until then the accumulator does not
+exist and a register operand may not be written.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from flashgen.interp import mbarriers
 from flashgen.interp.fragments import columns_of, get, hazard, rows_of
 from flashgen.interp.machine_base import RUN as BASE
-from flashgen.interp.shared_memory import InFlight
+from flashgen.interp.sm90_state import state
 from flashgen.interp.warps import Block, Meaning, Steps, Waiting, Warp
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Stmt, Tile, name_of
 from flashgen.machine import sm90
 from flashgen.machine.base import AddFragment, StoreFragment
 from flashgen.machine.sm90 import WARPGROUP_ROWS
-
-Stage = tuple[str, int]
-
-
-@dataclass
-class Phases:
-    """The two mbarriers of one stage of a tile, with what is on its way to it, and the warps that have arrived.
-
-    beside: vectors that land in the same phase; missing: those whose copies are still to be issued. value: a published
-    place.
-    """
-
-    full: int = 0
-    beside: tuple[str, ...] = ()
-    missing: set[str] = field(default_factory=set)
-    empty: int = 0
-    arrived: set[int] = field(default_factory=set)
-    filled: set[int] = field(default_factory=set)
-    seen: set[int] = field(default_factory=set)
-    flying: list[InFlight] = field(default_factory=list)
-    value: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Meeting:
-    """A named barrier: how many warps have come, and how often it has been complete."""
-
-    arrived: int = 0
-    complete: int = 0
-
-    def arrive(self, count: int) -> bool:
-        """One more warp; True where it is the last of `count`."""
-        self.arrived = (self.arrived + 1) % count
-        self.complete += self.arrived == 0
-        return self.arrived == 0
-
-
-@dataclass
-class State:
-    """What the block's warps share beside memory: mbarriers, products in flight of each warp, named barriers."""
-
-    arrivals: dict[tuple[str, str], int]
-    phases: dict[Stage, Phases] = field(default_factory=lambda: defaultdict(Phases))
-    products: dict[int, list[tuple[sm90.Wgmma, np.ndarray]]] = field(default_factory=lambda: defaultdict(list))
-    meetings: dict[str, Meeting] = field(default_factory=lambda: defaultdict(Meeting))
-
-
-def state(block: Block) -> State:
-    if "sm90" not in vars(block):
-        vars(block)["sm90"] = State(sm90.arrivals(block.kernel, block.plan.computing_warps))
-    return vars(block)["sm90"]
-
-
-def _phases(block: Block, warp: Warp, tile: Tile) -> Phases:
-    return state(block).phases[tile.buffer, warp.uniform(tile.stage)]
 
 
 def _init_barriers(block: Block, warp: Warp, stmt: sm90.InitBarriers) -> Steps:
@@ -93,36 +35,6 @@ def _role(block: Block, warp: Warp, stmt: sm90.Role) -> Steps:
         yield from block.steps(warp, stmt.body)
 
 
-def _tma_load(block: Block, warp: Warp, stmt: sm90.TmaLoad) -> None:
-    name, phases = stmt.dst.buffer, _phases(block, warp, stmt.dst)
-    rows, columns = (np.arange(size) for size in block.shape(name))
-    value = block.load(warp, stmt.src, block.shape(name), rows[:, None], columns)
-    if phases.flying:
-        raise hazard(warp, stmt, f"{name} is loaded while an earlier load of the same stage is in flight")
-    phases.flying.append(block.shared.issue(block.access(warp, stmt, stmt.dst), value, rows[:, None], columns))
-    phases.beside, phases.missing = stmt.beside, set(stmt.beside)
-    phases.full += not phases.missing
-    phases.seen.clear()
-
-
-def _load_vector(block: Block, warp: Warp, stmt: sm90.LoadVector) -> None:
-    name, phases = stmt.dst.buffer, _phases(block, warp, stmt.tile)
-    if name not in phases.missing:
-        raise hazard(warp, stmt, f"the load of {stmt.tile.buffer} does not count the bytes of {name}")
-    rows = np.arange(*block.shape(name))
-    value = block.load(warp, stmt.src, block.shape(name), rows)
-    phases.flying.append(block.shared.issue(block.access(warp, stmt, stmt.dst), value, rows))
-    phases.missing.discard(name)
-    phases.full += not phases.missing
-
-
-def _hand_over(block: Block, warp: Warp, stmt: sm90.HandOver) -> None:
-    value = get(warp, stmt, stmt.src)
-    rows, columns = rows_of(block, warp, stmt.src)[:, None], columns_of(block, warp, stmt.src)
-    block.shared.write(block.access(warp, stmt, stmt.dst), value, rows, columns)
-    block.trace.shared(block.plan.arch, block.shared.nbytes(stmt.dst.buffer, value.size))
-
-
 def _reduce_fragment(block: Block, warp: Warp, stmt: sm90.ReduceFragment) -> None:
     """The meaning of AddFragment; the warp's part of the shared tile is its own, so no barrier stands in between."""
     block.shared.left(warp.index)
@@ -135,64 +47,6 @@ def _reduce_fragment(block: Block, warp: Warp, stmt: sm90.ReduceFragment) -> Non
     block.shared.leave(access_, rows, columns)
     block.trace.shared(block.plan.arch, 2 * block.shared.nbytes(stmt.through.buffer, value.size))
     BASE[AddFragment](block, warp, stmt)
-
-
-def _arrive_full(block: Block, warp: Warp, stmt: sm90.ArriveFull) -> None:
-    phases = _phases(block, warp, stmt.tile)
-    block.shared.hand_over(block.access(warp, stmt, stmt.tile))
-    if _arrived(block, warp, stmt, phases.filled, stmt.tile.buffer, "full"):
-        phases.full += 1
-        phases.seen.clear()
-
-
-def _take_over(block: Block, warp: Warp, stmt: sm90.TakeOver) -> None:
-    if warp.index not in _phases(block, warp, stmt.src).seen:
-        raise hazard(warp, stmt, f"{stmt.src.buffer} is read without a wait for it")
-    rows, columns = rows_of(block, warp, stmt.dst)[:, None], columns_of(block, warp, stmt.dst)
-    value = block.shared.read(block.access(warp, stmt, stmt.src), rows, columns)
-    warp.registers[stmt.dst] = value
-    block.trace.shared(block.plan.arch, block.shared.nbytes(stmt.src.buffer, value.size))
-
-
-def _wait_full(block: Block, warp: Warp, stmt: sm90.WaitFull) -> Steps:
-    phases, parity = _phases(block, warp, stmt.tile), warp.uniform(stmt.parity)
-    yield Waiting(lambda: phases.full % 2 != parity)
-    for copy in phases.flying:
-        block.shared.land(copy)
-        block.shared.publish(copy)
-    phases.flying.clear()
-    phases.seen.add(warp.index)
-
-
-def _wait_empty(block: Block, warp: Warp, stmt: sm90.WaitEmpty) -> Steps:
-    phases, parity = _phases(block, warp, stmt.tile), warp.uniform(stmt.parity)
-    yield Waiting(lambda: phases.empty % 2 != parity)
-    for name in (stmt.tile.buffer, *phases.beside):
-        block.shared.release(block.access(warp, stmt, replace(stmt.tile, buffer=name)))
-
-
-def _arrive_empty(block: Block, warp: Warp, stmt: sm90.ArriveEmpty) -> None:
-    phases = _phases(block, warp, stmt.tile)
-    place = stmt.tile.buffer, warp.uniform(stmt.tile.stage)
-    for product, _ in state(block).products[warp.index]:
-        for tile in product.reads():
-            if isinstance(tile, Tile) and (tile.buffer, warp.uniform(tile.stage)) == place:
-                raise hazard(warp, stmt, f"{tile.buffer} is released while a product in flight reads it")
-    if phases.full and warp.index not in phases.seen:
-        raise hazard(warp, stmt, f"{stmt.tile.buffer} is released without a wait for what landed in this stage")
-    phases.seen.discard(warp.index)
-    phases.empty += _arrived(block, warp, stmt, phases.arrived, stmt.tile.buffer, "empty")
-
-
-def _arrived(block: Block, warp: Warp, stmt: Stmt, before: set[int], name: str, kind: str) -> bool:
-    """The arrival of one warp at a barrier, behind those of `before`; True where it is the last of the phase."""
-    if warp.index in before:
-        raise hazard(warp, stmt, f"arrives twice in one phase of {name}")
-    before.add(warp.index)
-    last = len(before) == state(block).arrivals[name, kind]
-    if last:
-        before.clear()
-    return last
 
 
 def _wgmma(block: Block, warp: Warp, stmt: sm90.Wgmma) -> None:
@@ -212,7 +66,7 @@ def _wgmma(block: Block, warp: Warp, stmt: sm90.Wgmma) -> None:
 
 def _operand(block: Block, warp: Warp, stmt: Stmt, tile: Tile, part: np.ndarray, by_row: bool) -> np.ndarray:
     """[depth, part]: rows of a tile transposed (a, and b kept as [n][k]), or its columns."""
-    phases = _phases(block, warp, tile)
+    phases = mbarriers.phases_of(block, warp, tile)
     if phases.full and warp.index not in phases.seen:
         raise hazard(warp, stmt, f"{tile.buffer} is read without a wait for its load")
     height, width = block.shape(tile.buffer)
@@ -329,20 +183,6 @@ def _ask_tile(block: Block, warp: Warp, stmt: sm90.AskTile) -> None:
         raise hazard(warp, stmt, "more questions than tiles: the counter would not go back to zero")
 
 
-def _publish_tile(block: Block, warp: Warp, stmt: sm90.PublishTile) -> None:
-    phases = _phases(block, warp, stmt.dst)
-    phases.value = [warp.uniform(value) for value in stmt.values]
-    phases.full += 1
-    phases.seen.clear()
-
-
-def _take_tile(block: Block, warp: Warp, stmt: sm90.TakeTile) -> None:
-    phases = _phases(block, warp, stmt.src)
-    if warp.index not in phases.seen:
-        raise hazard(warp, stmt, f"{stmt.src.buffer} is read without a wait for it")
-    warp.names |= {name: value for name, value in zip(stmt.names, phases.value, strict=False) if name}
-
-
 def _guarded(meaning: Meaning) -> Meaning:
     """A statement on registers, refused where a product in flight still writes or reads them."""
 
@@ -362,14 +202,14 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.InitBarriers: _init_barriers,
     sm90.Role: _role,
     StoreFragment: _guarded(_store_fragment),
-    sm90.TmaLoad: _tma_load,
-    sm90.LoadVector: _load_vector,
-    sm90.WaitFull: _wait_full,
-    sm90.WaitEmpty: _wait_empty,
-    sm90.ArriveEmpty: _arrive_empty,
-    sm90.ArriveFull: _arrive_full,
-    sm90.HandOver: _guarded(_hand_over),
-    sm90.TakeOver: _guarded(_take_over),
+    sm90.TmaLoad: mbarriers.tma_load,
+    sm90.LoadVector: mbarriers.load_vector,
+    sm90.WaitFull: mbarriers.wait_full,
+    sm90.WaitEmpty: mbarriers.wait_empty,
+    sm90.ArriveEmpty: mbarriers.arrive_empty,
+    sm90.ArriveFull: mbarriers.arrive_full,
+    sm90.HandOver: _guarded(mbarriers.hand_over),
+    sm90.TakeOver: _guarded(mbarriers.take_over),
     sm90.ReduceFragment: _guarded(_reduce_fragment),
     sm90.Wgmma: _wgmma,
     sm90.WaitWgmma: _wait_wgmma,
@@ -385,6 +225,6 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.TmaStore: _tma_store,
     sm90.WaitStored: _wait_stored,
     sm90.AskTile: _ask_tile,
-    sm90.PublishTile: _publish_tile,
-    sm90.TakeTile: _take_tile,
+    sm90.PublishTile: mbarriers.publish_tile,
+    sm90.TakeTile: mbarriers.take_tile,
 }
