@@ -93,12 +93,12 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq.
 
-    None of them packs heads. The derivative of a score function may take a tile too many: then dQ has its own kernel;
-    where no tile fits even so, the portable kernels are taken.
+    None of them packs heads. The derivative of a score function may take a tile too many, or what functions load from
+    arrays: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken.
     """
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
-    if spec.score is not None and arch.portable:
+    if (spec.score is not None or spec.arrays) and arch.portable:
         ways += [(replace(spec, deterministic=True), arch), (spec, portable_record(arch))]
     for way, chip in ways[:-1]:
         try:

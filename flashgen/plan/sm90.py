@@ -128,6 +128,7 @@ def _panels(name: str, offset: int, rows: int, cols: int, stages: int) -> Placem
 def registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     """The estimate for a thread that computes: scores, the packed operand that is still read, output, and the rest."""
     tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + sizes["head_dim_v"] // 2
+    tiles += cost.loaded_registers(kernel, sizes, (sizes["block_q"] // 16, 1))
     return tiles + OVERHEAD_REGISTERS + _function_registers(kernel, sizes)
 
 
@@ -136,7 +137,7 @@ def _function_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     functions, more = cost.on_scores(kernel)
     if functions >= MANY_FUNCTIONS:
         return sizes["block_kv"] // 2
-    return FUNCTION_REGISTERS if more else 0
+    return FUNCTION_REGISTERS if more or cost.loaded_registers(kernel, sizes, (1, 1)) else 0
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
