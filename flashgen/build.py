@@ -58,13 +58,13 @@ def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
 
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The forward's one kernel; heads are packed where the chip's own family has it."""
-    own = arch_for("attention_forward", spec, arch)
+    own = _forward_arch(spec, arch)
     return (_forward(spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1), own),)
 
 
 def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
     """How many heads of a group the forward should pack into a tile, for so many queries."""
-    own = arch_for("attention_forward", spec, arch)
+    own = _forward_arch(spec, arch)
     if own.family != "sm90":
         return 1
 
@@ -72,6 +72,19 @@ def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
         return _forward_plan(replace(spec.forward(), packed=packed), own).sizes["block_q"]
 
     return packing.heads_to_pack(seqlen_q, group, block_q)
+
+
+@cache
+def _forward_arch(spec: Spec, arch: Arch) -> Arch:
+    """The record to plan the forward for: the portable one where what functions load leaves no tile room."""
+    own = arch_for("attention_forward", spec, arch)
+    if spec.arrays and own.portable:
+        try:
+            _forward_plan(spec.forward(), own)
+        except planner.PlanError as error:
+            log.info("%s: %s", spec, error)
+            return portable_record(own)
+    return own
 
 
 @cache

@@ -19,7 +19,7 @@ Sizes = Mapping[str, int]
 # beside the tiles before it spills. The forward's long products of shared operands keep more fragments in flight.
 OVERHEAD_REGISTERS = {"attention_forward": 72}
 OTHER_OVERHEAD_REGISTERS = 40
-ADDRESS_REGISTERS = 12  # of what mask and score functions load, twice as many where wgmma does not read operands
+ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
@@ -82,14 +82,15 @@ def on_scores(kernel: Kernel) -> tuple[int, bool]:
 
 
 @remembered
-def _loads(kernel: Kernel) -> list[list[set[str]]]:
-    """Of each statement, what the elements that it loads from global arrays differ by: rows i, columns j or both."""
+def _loads(kernel: Kernel) -> list[set[str]]:
+    """By what each element differs that statements load from arrays of functions: by rows i, columns j or both."""
     found = []
     for stmt, _ in _looped(kernel):
         expr = stmt.expr if isinstance(stmt, Map) else Const(0)
         loads = {node for node in walk(expr) if isinstance(node, Load) and kernel.buffer(node.buffer).by_element}
-        found.append([variables(load) & {I.name, J.name} for load in loads])
-    return [loads for loads in found if loads]
+        inner = {node for load in loads for index in load.index for node in walk(index)}  # become addresses at once
+        found += [variables(load) & {I.name, J.name} for load in loads - inner]
+    return found
 
 
 def loaded_values(kernel: Kernel, sizes: Sizes, layout: tuple[int, int]) -> int:
@@ -101,13 +102,13 @@ def loaded_values(kernel: Kernel, sizes: Sizes, layout: tuple[int, int]) -> int:
         return 0
     rows, cols = (-(-sizes[dim] // along) for dim, along in zip(kernel.buffer("s").shape, layout, strict=True))
     many = {I.name: -(-rows // 8), J.name: -(-cols // 4)}
-    return max(sum(math.prod(many[name] for name in names) for names in loads) for loads in _loads(kernel))
+    return sum(math.prod(many[name] for name in names) for names in _loads(kernel))
 
 
-def loaded_registers(kernel: Kernel, sizes: Sizes, layout: tuple[int, int]) -> int:
-    """Registers for these on Hopper, with those for addresses that differ by row and column."""
-    one_by_one = any(len(names) == 2 for loads in _loads(kernel) for names in loads)
-    return loaded_values(kernel, sizes, layout) + ADDRESS_REGISTERS * one_by_one
+def loaded_registers(kernel: Kernel, sizes: Sizes, layout: tuple[int, int], addresses: int) -> int:
+    """Registers for these where a warpgroup computes; with those for addresses where these differ by row and column."""
+    one_by_one = any(len(names) == 2 for names in _loads(kernel))
+    return loaded_values(kernel, sizes, layout) + addresses * one_by_one
 
 
 def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int) -> Step:
@@ -171,7 +172,7 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
     if layouts.get("s") == (2, 2):
         overhead += SPLIT_OVERHEAD_REGISTERS
     loaded = loaded_values(kernel, sizes, layouts["s"]) if "s" in layouts else 0
-    overhead += loaded + 2 * ADDRESS_REGISTERS if loaded else 0
+    overhead += loaded + min(loaded, ADDRESS_REGISTERS)
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead
 
 
