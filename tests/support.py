@@ -133,7 +133,8 @@ def value(expr, names):
         case Var(name):
             return torch.as_tensor(names[name], device=like["device"])
         case Load(array, index):
-            found = names[array][tuple(value(part, names) for part in index)]
+            places = zip((value(part, names) for part in index), names[array].shape, strict=True)
+            found = names[array][tuple(torch.where((x >= 0) & (x < size), x, size - 1) for x, size in places)]
             return found.to(like["dtype"]) if found.is_floating_point() else found
         case Cast(_, x):
             return value(x, names).to(like["dtype"])
