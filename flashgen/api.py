@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen import debug, variants
 from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch, portable_record
-from flashgen.runtime import launch, workspaces
+from flashgen.runtime import auxiliary, launch, workspaces
 from flashgen.runtime.arguments import (
     VECTORS,
     Problem,
@@ -36,11 +36,13 @@ if TYPE_CHECKING:  # the compiler is imported when there is something to compile
     from flashgen.plan.plan import Plan
     from flashgen.runtime.compile import Report
     from flashgen.runtime.program import Bound, Program
+    from flashgen.trace import DTypes
 
 LAYOUTS = ("bshd", "bhsd")
 log = logging.getLogger("flashgen")
 TARGETS = ("auto", "cuda", "interpret")
 BOUND_LIMIT = 4096
+Aux = tuple[Any, ...] | list[Any] | None
 
 
 def compile(
@@ -73,18 +75,26 @@ def compile(
     softcap: scores become softcap * tanh(score / softcap), before score_mod.
     mask_mod: a function of (b, h, q_idx, kv_idx), true where the query sees the key, which all masks must show it.
     score_mod: a function of (score, b, h, q_idx, kv_idx): what takes the place of the scaled score. Both are plain
-        Python that is traced, with flashgen.where, exp, tanh and so on; the backward is derived.
+        Python that is traced, with flashgen.where, exp, tanh and so on; the backward is derived. Further arguments of
+        either are arrays, which a call brings: kernel(q, k, v, mask_aux=(...), score_aux=(...)). Until then their
+        types are assumed; for others the kernel makes another of itself.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
     """
     _check_choices(deterministic, layout, target)
-    bottom_right, mask, score = variants.functions(causal, window, softcap, mask_mod, score_mod)
     if debug.interpret():
         target = "interpret"
     width = head_dim if head_dim_v is None else head_dim_v
-    spec = Spec(head_dim, width, parse_dtype(dtype), bottom_right, deterministic, mask=mask, score=score)
-    return _kernel(spec, current_arch() if arch is None else parse_arch(arch), layout, target, arch is not None)
+
+    def traced(mask_dtypes: DTypes | None, score_dtypes: DTypes | None) -> Spec:
+        options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes)
+        bottom_right, mask, score = variants.functions(causal, *options)
+        return Spec(head_dim, width, parse_dtype(dtype), bottom_right, deterministic, mask=mask, score=score)
+
+    spec = traced(None, None)
+    surroundings = (current_arch() if arch is None else parse_arch(arch), layout, target, arch is not None)
+    return Kernel(spec, *surroundings, traced) if spec.arrays else _kernel(spec, *surroundings)
 
 
 def _check_choices(deterministic: bool, layout: str, target: str) -> None:
@@ -120,7 +130,7 @@ def attention(
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
     CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    functions: window, softcap, mask_mod and score_mod, as `compile` takes them.
+    functions: window, softcap, mask_mod and score_mod, as `compile` takes them; mask_aux and score_aux, as a kernel.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
@@ -132,7 +142,9 @@ def attention(
     check_dimensions("v", v)
     if functions or not isinstance(causal, bool):  # traced each time: what a function refers to may have changed
         dtype = str(q.dtype).removeprefix("torch.")
+        aux = {name: functions.pop(name, None) for name in ("mask_aux", "score_aux")}
         kernel = compile(q.shape[3], causal, head_dim_v=v.shape[3], dtype=dtype, layout=layout, **functions)
+        return kernel(q, k, v, scale=scale, return_lse=return_lse, **aux)
     else:
         _check_layout(layout)
         kernel = _compiled(q.shape[3], v.shape[3], q.dtype, causal, layout, current_arch(), debug.interpret())
@@ -189,13 +201,25 @@ def _program(stages: build.Stages) -> Program:
 class Kernel:
     """Attention for one spec on one chip. Call it with arrays; look at its stages through its properties."""
 
-    def __init__(self, spec: Spec, arch: Arch, layout: str, target: str, pinned: bool) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        arch: Arch,
+        layout: str,
+        target: str,
+        pinned: bool,
+        retrace: auxiliary.Retrace | None = None,
+    ) -> None:
+        """retrace: gives the spec for other types of the arrays that its functions read; None where these are final."""
         self.spec = spec
         self.arch = arch
         self.layout = layout
         self.target = target
         self._pinned = pinned
         self._bound: dict[tuple, Any] = {}
+        self._retrace = retrace
+        self._reads = bool(spec.arrays)
+        self._of_types: dict[auxiliary.Types, Kernel] = {}
 
     def __repr__(self) -> str:
         return f"<flashgen kernel {self.spec} for {self.arch.name}, {self.layout}>"
@@ -266,35 +290,73 @@ class Kernel:
         shapes = workspaces.shapes(self.programs("backward", self.spec, self.arch), *rows)
         return 4 * sum(map(math.prod, (rows, *shapes.values())))
 
-    def __call__(self, q: Any, k: Any, v: Any, *, scale: float | None = None, return_lse: bool = False) -> Any:
-        """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout."""
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scale: float | None = None,
+        return_lse: bool = False,
+        mask_aux: Aux = None,
+        score_aux: Aux = None,
+    ) -> Any:
+        """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
+
+        mask_aux, score_aux: the arrays that mask_mod and score_mod take behind the others: float32, bfloat16,
+        float16 or int32, of as many dimensions as they are indexed by, with any strides.
+        """
         if _traced():
-            return _untraced(self)(q, k, v, scale=scale, return_lse=return_lse)
+            options = {"scale": scale, "return_lse": return_lse, "mask_aux": mask_aux, "score_aux": score_aux}
+            return _untraced(self)(q, k, v, **options)
         library = library_of(q)
+        aux: dict[str, Any] = {}
+        if self._reads or mask_aux is not None or score_aux is not None:
+            aux = auxiliary.named(self.spec, mask_aux, score_aux)
         if library.name == "torch":
             torch_ops = _torch_ops()
-            if torch_ops.needs_autograd(q, k, v):
-                o, lse = torch_ops.attention(self, q, k, v, scale)
+            if torch_ops.needs_autograd(q, k, v, *aux.values()):
+                o, lse = torch_ops.attention(self, q, k, v, scale, mask_aux, score_aux)
                 return (o, lse) if return_lse else o
-        o, lse = self.forward(q, k, v, scale=scale)
+        o, lse = self.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
         return (o, lse) if return_lse else o
 
-    def forward(self, q: Any, k: Any, v: Any, *, scale: float | None = None) -> tuple[Any, Any]:
+    def forward(
+        self, q: Any, k: Any, v: Any, *, scale: float | None = None, mask_aux: Aux = None, score_aux: Aux = None
+    ) -> tuple[Any, Any]:
         """o and lse, without autograd."""
         library = library_of(q)
-        bound = self._bind(library, "forward", {"q": q, "k": k, "v": v}, scale)
+        arrays = {"q": q, "k": k, "v": v}
+        if self._reads or mask_aux is not None or score_aux is not None:
+            arrays |= auxiliary.named(self.spec, mask_aux, score_aux)
+            kernel = self._for(mask_aux, score_aux)
+            if kernel is not self:
+                return kernel.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+        bound = self._bind(library, "forward", arrays, scale)
         o = library.empty(bound.o_shape, q)
         lse = library.empty(bound.lse_shape, q, float32=True)
         if bound.launches is None:
             from flashgen.runtime import interpret
 
-            interpret.forward(self._interpreted(bound), library, self.layout, bound, (q, k, v), (o, lse))
+            interpret.forward(self._interpreted(bound), library, self.layout, bound, arrays, (o, lse))
             return o, lse
-        bound.launches[0].launch(library.pointers((q, k, v, o, lse)), library.stream(bound.device), bound.device)
+        pointers = library.pointers((q, k, v, o, lse, *list(arrays.values())[3:]))
+        bound.launches[0].launch(pointers, library.stream(bound.device), bound.device)
         return o, lse
 
     def backward(
-        self, q: Any, k: Any, v: Any, o: Any, lse: Any, dout: Any, dlse: Any = None, *, scale: float | None = None
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        dout: Any,
+        dlse: Any = None,
+        *,
+        scale: float | None = None,
+        mask_aux: Aux = None,
+        score_aux: Aux = None,
     ) -> tuple[Any, Any, Any]:
         """dq, dk, dv from the forward's inputs and outputs, the gradient of o, and (optionally) that of lse.
 
@@ -305,6 +367,11 @@ class Kernel:
         arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse}
         if dlse is not None:
             arrays["dlse"] = dlse
+        if self._reads or mask_aux is not None or score_aux is not None:
+            arrays |= auxiliary.named(self.spec, mask_aux, score_aux)
+            kernel = self._for(mask_aux, score_aux)
+            if kernel is not self:
+                return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
         bound = self._bind(library, "backward", arrays, scale)
         if dlse is None:
             arrays["dlse"] = library.zeros(bound.lse_shape, q)
@@ -325,6 +392,18 @@ class Kernel:
             launch_.launch(pointers, stream, bound.device)
         return dq, dk, dv
 
+    def _for(self, mask_aux: Aux, score_aux: Aux) -> Kernel:
+        """The kernel for arrays of these types: one object for each spec, by which ever functions it was asked for."""
+        if self._retrace is None:
+            return self
+        types = auxiliary.dtypes("mask_aux", mask_aux), auxiliary.dtypes("score_aux", score_aux)
+        kernel = self._of_types.get(types)
+        if kernel is None:
+            spec = auxiliary.concrete(self.spec, self._retrace, types)
+            kernel = _kernel(spec, self.arch, self.layout, self.target, self._pinned)
+            self._of_types[types] = kernel
+        return kernel
+
     def programs(self, stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
         """What a call launches; the tuner overrides it."""
         return programs(stage, spec, arch)
@@ -341,11 +420,13 @@ class Kernel:
         kind = type(arrays["q"])  # of which the library is known
         for name, array in arrays.items():
             if type(array) is not kind and library_of(array, name) is not library:
-                raise TypeError(f"{name} is not of {library.name} as q is; convert all arrays to one library")
+                raise TypeError(
+                    f"{auxiliary.shown(name)} is not of {library.name} as q is; convert all arrays to one library"
+                )
             try:
                 key.append(library.signature(array))
             except RuntimeError:  # of a sparse tensor, a nested one, or one that stands for a batch of them
-                raise without_memory(name) from None
+                raise without_memory(auxiliary.shown(name)) from None
         known = tuple(key)
         call = self._bound.get(known)
         if call is None:
@@ -365,11 +446,13 @@ class Kernel:
         lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
         call = Call(problem, scale, o_shape, lse_shape, device or 0, stage == "backward")
         check_results(self.spec, library, o_shape, lse_shape, arrays)
+        auxiliary.check(self.spec, problem, library, arrays)
         call.copied = unreadable(library, self.layout, arrays)
         if not on_gpu:
             return call
         assert device is not None
-        tiles = {name: array for name, array in arrays.items() if name not in (*VECTORS, *call.copied)}
+        read = auxiliary.layouts(self.spec, library, arrays)
+        tiles = {name: array for name, array in arrays.items() if name not in (*VECTORS, *call.copied, *read)}
         strides = {name: row_strides(library.strides(array), self.layout) for name, array in tiles.items()}
         aligned = all(aligned_rows(library, array) and library.pointer(array) % 16 == 0 for array in tiles.values())
         arch = self._arch_for(device)
@@ -378,7 +461,7 @@ class Kernel:
             arch = portable_record(arch)
         spec = replace(self.spec, aligned=aligned)
         made = self.programs(stage, self._packed(spec, arch, problem) if stage == "forward" else spec, arch)
-        call.launches = self._launches(stage, made, call, strides)
+        call.launches = self._launches(stage, made, call, strides | read)
         return call
 
     def _packed(self, spec: Spec, arch: Arch, problem: Problem) -> Spec:

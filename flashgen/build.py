@@ -58,13 +58,13 @@ def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
 
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The forward's one kernel; heads are packed where the chip's own family has it."""
-    own = arch_for("attention_forward", spec, arch)
+    own = _forward_arch(spec, arch)
     return (_forward(spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1), own),)
 
 
 def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
     """How many heads of a group the forward should pack into a tile, for so many queries."""
-    own = arch_for("attention_forward", spec, arch)
+    own = _forward_arch(spec, arch)
     if own.family != "sm90":
         return 1
 
@@ -72,6 +72,19 @@ def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
         return _forward_plan(replace(spec.forward(), packed=packed), own).sizes["block_q"]
 
     return packing.heads_to_pack(seqlen_q, group, block_q)
+
+
+@cache
+def _forward_arch(spec: Spec, arch: Arch) -> Arch:
+    """The record to plan the forward for: the portable one where what functions load leaves no tile room."""
+    own = arch_for("attention_forward", spec, arch)
+    if spec.arrays and own.portable:
+        try:
+            _forward_plan(spec.forward(), own)
+        except planner.PlanError as error:
+            log.info("%s: %s", spec, error)
+            return portable_record(own)
+    return own
 
 
 @cache
@@ -93,12 +106,12 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq.
 
-    None of them packs heads. The derivative of a score function may take a tile too many: then dQ has its own kernel;
-    where no tile fits even so, the portable kernels are taken.
+    None of them packs heads. The derivative of a score function may take a tile too many, or what functions load from
+    arrays: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken.
     """
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
-    if spec.score is not None and arch.portable:
+    if (spec.score is not None or spec.arrays) and arch.portable:
         ways += [(replace(spec, deterministic=True), arch), (spec, portable_record(arch))]
     for way, chip in ways[:-1]:
         try:

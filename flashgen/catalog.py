@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen import build, scores, variants
+from flashgen import build, masks, scores, variants
 from flashgen.ir.dtype import BF16, F16
 from flashgen.plan.arch import ARCHES
 from flashgen.spec import Spec
@@ -38,6 +38,7 @@ SPECS = (
     with_functions(True, softcap=50.0),
     with_functions(True, score_mod=scores.alibi),
     with_functions(False, window=(1024, 0)),
+    with_functions(True, mask_mod=masks.document),
 )
 
 SHOWN = ARCHES["sm_80"]  # the chip whose text is kept

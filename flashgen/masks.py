@@ -2,7 +2,7 @@
 
 A mask is a function of (b, h, q_idx, kv_idx), true where the query sees the key. These are written as a user would
 write them. Sizes are constants of the kernel; the lengths of the sequences, which the diagonal of "bottom-right" needs,
-are `flashgen.seqlen_q` and `flashgen.seqlen_k`.
+are `flashgen.seqlen_q` and `flashgen.seqlen_k`. What differs from call to call comes in arrays, as the last arguments.
 """
 
 from __future__ import annotations
@@ -79,6 +79,12 @@ def strided(step: int) -> Mask:
     return _filed(sees, f"strided{step}")
 
 
+def document(b: Any, h: Any, q_idx: Any, kv_idx: Any, ids: Any) -> Any:
+    """Queries see the keys of their own document: `mask_aux=(ids,)`, integers (batch, seqlen) for as many queries as
+    keys."""
+    return ids[b, q_idx] == ids[b, kv_idx]
+
+
 def _filed(function: Mask, name: str) -> Mask:
     """The function with the name that it has in files."""
     function.file_name = name  # type: ignore[attr-defined]
@@ -87,3 +93,4 @@ def _filed(function: Mask, name: str) -> Mask:
 
 _filed(causal, "causal")
 _filed(causal_top_left, "causal_top_left")
+_filed(document, "document")

@@ -30,4 +30,16 @@ def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score - slope * abs(q_idx + (seqlen_k - seqlen_q) - kv_idx)
 
 
+def bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, biases: Any) -> Any:
+    """A number added to each score: `score_aux=(biases,)`, (batch, heads, seqlen_q, seqlen_k); expand what is less."""
+    return score + biases[b, h, q_idx, kv_idx]
+
+
+def slopes(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, of_heads: Any) -> Any:
+    """As `alibi`, with slopes of one's own: `score_aux=(of_heads,)`, a number for each head."""
+    return score - of_heads[h] * abs(q_idx + (seqlen_k - seqlen_q) - kv_idx)
+
+
 alibi.file_name = "alibi"  # type: ignore[attr-defined]
+bias.file_name = "bias"  # type: ignore[attr-defined]
+slopes.file_name = "slopes"  # type: ignore[attr-defined]

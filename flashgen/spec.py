@@ -14,16 +14,27 @@ MAX_PACKED = 64
 
 
 @dataclass(frozen=True)
+class Array:
+    """An array that a mask or score function reads: its name in the kernels, how many indices it takes, its type."""
+
+    name: str
+    rank: int
+    dtype: DType
+
+
+@dataclass(frozen=True)
 class Function:
     """A traced mask or score function: the name that it has in files, and its canonical text, which is its identity.
 
     expr: over the variables b, h, q_idx, kv_idx and the sizes seqlen_q, seqlen_k, heads; of a score function over score
     too. It is not compared, since trees may be equal that differ in type: 1 and 1.0.
+    arrays: what its Loads read, in the order of the function's last arguments.
     """
 
     name: str
     text: str
     expr: Expr = field(compare=False, repr=False)
+    arrays: tuple[Array, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,11 @@ class Spec:
                 )
         if self.packed not in (1, 2, 4, 8, 16, 32, MAX_PACKED):
             raise ValueError(f"packed = {self.packed} must be a power of two up to {MAX_PACKED}")
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What the functions read: the arrays of the mask, then those of the score function."""
+        return tuple(array for function in (self.mask, self.score) if function for array in function.arrays)
 
     def forward(self) -> Spec:
         """The part that the forward depends on: specs that differ only in the backward share its kernel."""

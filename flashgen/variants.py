@@ -19,9 +19,12 @@ def functions(
     softcap: float | None = None,
     mask_mod: Callable | None = None,
     score_mod: Callable | None = None,
+    mask_dtypes: trace.DTypes | None = None,
+    score_dtypes: trace.DTypes | None = None,
 ) -> tuple[bool, Function | None, Function | None]:
     """`causal`, `mask` and `score` of the Spec: a query sees what all masks show it, and scores are capped first.
 
+    mask_dtypes, score_dtypes: of the arrays that mask_mod and score_mod read; assumed where None.
     Raises TypeError or ValueError, with one sentence, for what is not an option or cannot be traced.
     """
     alignment = _alignment(causal)
@@ -30,10 +33,10 @@ def functions(
     if window is not None:
         mask = trace.both(mask, trace.mask(masks.window(*_sides(window), top_left)))
     if mask_mod is not None:
-        mask = trace.both(mask, trace.mask(mask_mod))
+        mask = trace.both(mask, trace.mask(mask_mod, mask_dtypes))
     score = None if softcap is None else trace.score(scores.softcap(_cap(softcap)))
     if score_mod is not None:
-        score = trace.behind(score, trace.score(score_mod))
+        score = trace.behind(score, trace.score(score_mod, score_dtypes))
     return alignment == "bottom-right", mask, score
 
 

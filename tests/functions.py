@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 import flashgen as fg
 from flashgen import masks, scores, variants
 
@@ -40,8 +42,56 @@ SCORES = {
 }
 
 
+def relative(score, b, h, q_idx, kv_idx, table):
+    """A number by head and distance; those that are further away share the last one."""
+    return score + table[h, abs(q_idx - kv_idx)]
+
+
+def buckets(score, b, h, q_idx, kv_idx, table, bucket):
+    """The same by a bucket of the distance, which is loaded too; it has a slope that is loaded."""
+    return score * table[1, h] - table[bucket[abs(q_idx - kv_idx)] % 2, h]
+
+
+def lengths(b, h, q_idx, kv_idx, ends):
+    return kv_idx < ends[b]
+
+
+def visible(b, h, q_idx, kv_idx, shown):
+    return shown[b, h, q_idx, kv_idx] > 0
+
+
+# With arrays, and how these are made by NumPy, or by torch on the host, from a generator of NumPy and the sizes.
+READING_MASKS = {"document": masks.document, "lengths": lengths, "visible": visible}
+READING_SCORES = {"bias": scores.bias, "slopes": scores.slopes, "relative": relative, "buckets": buckets}
+MASKS_AND_SCORES = [*((name, None) for name in READING_MASKS), *((None, name) for name in READING_SCORES)]
+ARRAYS = {
+    "mask_ids": lambda draw, b, h, q, k: np.sort(draw.integers(0, 4, (max(q, k), b)).astype(np.int32), axis=0).T,
+    "mask_ends": lambda draw, b, h, q, k: draw.integers(1, k + 1, 2 * b).astype(np.int32)[::2],
+    "mask_shown": lambda draw, b, h, q, k: draw.integers(0, 2, (k, b, 1, q)).astype(np.int32).transpose(1, 2, 3, 0),
+    "score_biases": lambda draw, b, h, q, k: draw.standard_normal((h, 1, q, k)).astype(np.float32).swapaxes(0, 1),
+    "score_of_heads": lambda draw, b, h, q, k: draw.random(h).astype(np.float32),
+    "score_table": lambda draw, b, h, q, k: draw.standard_normal((h, 9)).astype(np.float32),
+    "score_bucket": lambda draw, b, h, q, k: np.arange(max(q, k), dtype=np.int32) // 3,
+}
+EXPANDED = ("mask_shown", "score_biases")  # to the batch and the heads, with strides of zero
+
+
+def arrays_of(spec, batch, heads, seqlen_q, seqlen_k, seed=0):
+    """NumPy arrays for what the functions of a spec read, by name: permuted, with gaps, and with strides of zero."""
+    draw = np.random.default_rng(seed)
+    found = {}
+    for item in spec.arrays:
+        array = ARRAYS[item.name](draw, batch, heads, seqlen_q, seqlen_k)
+        if item.name == "score_table" and "score_bucket" in [other.name for other in spec.arrays]:
+            array = array[:, :2].T
+        if item.name in EXPANDED:
+            array = np.broadcast_to(array, (batch, heads, seqlen_q, seqlen_k))
+        found[item.name] = array
+    return found
+
+
 def traced(causal=False, mask=None, score=None, **more):
     """The fields of a Spec for names of this module."""
-    mods = {"mask_mod": MASKS.get(mask), "score_mod": SCORES.get(score)}
+    mods = {"mask_mod": (MASKS | READING_MASKS).get(mask), "score_mod": (SCORES | READING_SCORES).get(score)}
     causal, mask, score = variants.functions(causal, **mods, **more)
     return {"causal": causal, "mask": mask, "score": score}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashgen.ir.expr import Cast, Const, Select, Unary, Var
+from flashgen.ir.expr import Cast, Const, Load, Select, Unary, Var
 
 FACTOR = {"o": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
 LSE_ATOL, LSE_RTOL = 5e-5, 1e-5  # fp32 sums of at most a few hundred products; rounding to bf16 anywhere shows as 1e-3
@@ -32,11 +32,11 @@ class Result(NamedTuple):
     dv: torch.Tensor
 
 
-def dense(q, k, v, do, *, causal=False, scale=None, dlse=None, dtype=torch.float64, mask=None, score=None):
+def dense(q, k, v, do, *, causal=False, scale=None, dlse=None, dtype=torch.float64, mask=None, score=None, aux=None):
     """Attention and its gradients by the formulas of flashgen/interp/reference.py, every matrix stored in `dtype`.
 
     Sums inside one softmax are taken in fp32 at least, as torch does; so are mask and score, traced functions, and the
-    derivative of score is autograd's.
+    derivative of score is autograd's. aux: the arrays that they read, by their names there.
     """
     wide = torch.promote_types(dtype, torch.float32)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -44,7 +44,7 @@ def dense(q, k, v, do, *, causal=False, scale=None, dlse=None, dtype=torch.float
     qh, doh = (x.to(dtype).transpose(1, 2) for x in (q, do))
     kh, vh = (x.to(dtype).transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
     s = (qh * scale) @ kh.mT
-    names = _names(s)
+    names = _names(s) | (aux or {})
     slope = 1.0
     if score is not None:
         raw = s.to(wide).requires_grad_()
@@ -132,6 +132,10 @@ def value(expr, names):
             return torch.tensor(number, device=like["device"], dtype=like["dtype"] if type(number) is float else None)
         case Var(name):
             return torch.as_tensor(names[name], device=like["device"])
+        case Load(array, index):
+            places = zip((value(part, names) for part in index), names[array].shape, strict=True)
+            found = names[array][tuple(torch.where((x >= 0) & (x < size), x, size - 1) for x, size in places)]
+            return found.to(like["dtype"]) if found.is_floating_point() else found
         case Cast(_, x):
             return value(x, names).to(like["dtype"])
         case Select(condition, x, y):

@@ -37,7 +37,7 @@ from flashgen.attention.parts import (
     SEQLEN_Q,
 )
 from flashgen.ir.dtype import F32
-from flashgen.ir.expr import INF, NEG_INF, Cast, Const, Expr, I, J, Load, Var, ceil_div, exp2, load, select, walk
+from flashgen.ir.expr import INF, NEG_INF, Cast, Const, Expr, I, J, Var, ceil_div, exp2, load, select, walk
 from flashgen.ir.nodes import (
     Accumulate,
     Axis,
@@ -168,6 +168,7 @@ def _backward_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.register("dk_out", "block_kv", "head_dim", dtype=half),
         parts.register("dv_out", "block_kv", "head_dim_v", dtype=half),
         *(() if spec.deterministic else dq),
+        *parts.arrays(spec),
     )
 
 
@@ -215,7 +216,7 @@ def _weighted(spec: Spec, transposed: bool = False) -> tuple[Stmt, ...]:
 
 def _has_slope(spec: Spec) -> bool:
     """True where the derivative of the score function depends on the score."""
-    return any(isinstance(node, Load) for node in walk(parts.slope(spec)))
+    return load("s", I, J) in walk(parts.slope(spec))
 
 
 def _slope_tile(spec: Spec, *shape: str) -> tuple[Buffer, ...]:
@@ -304,6 +305,7 @@ def _backward_dq_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.register("ds_operand", "block_q", "block_kv", dtype=spec.dtype),
         parts.register("dq_acc", "block_q", "head_dim"),
         parts.register("dq_out", "block_q", "head_dim", dtype=spec.dtype),
+        *parts.arrays(spec),
     )
 
 

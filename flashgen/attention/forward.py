@@ -88,6 +88,7 @@ def _buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.register("o_out", "block_q", "head_dim_v", dtype=spec.dtype),
         *(parts.register(name, "block_q") for name in ("row_max", "row_max_old", "offset", "rescale", "row_sum")),
         *(parts.register(name, "block_q") for name in ("inverse", "lse_row")),
+        *parts.arrays(spec),
     )
 
 

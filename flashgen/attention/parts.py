@@ -64,6 +64,13 @@ def register(name: str, *shape: str, dtype=F32) -> Buffer:
     return Buffer(name, shape, dtype, Space.REGISTER)
 
 
+def arrays(spec: Spec) -> tuple[Buffer, ...]:
+    """What the mask and the score function of the spec read. They come behind the other global arrays."""
+    return tuple(
+        Buffer(item.name, ("any",) * item.rank, item.dtype, Space.GLOBAL, by_element=True) for item in spec.arrays
+    )
+
+
 def rows_of(buffer: str, head: Expr, start: Expr, heads: int = 1) -> Window:
     """The tile of a tensor that starts at a row; where packed, the rows of several heads."""
     return Window(buffer, (BATCH, head, start), heads)

@@ -115,6 +115,8 @@ def _tensors(kernel: Kernel) -> list[Fields]:
 def _tensor_type(buffer: Buffer, by_map: set[str]) -> str:
     if buffer.name in by_map:
         return "TensorMap"
+    if buffer.by_element:
+        return f"Array<{buffer.dtype.cuda}, {len(buffer.shape)}>"
     if not buffer.shape:
         return f"{buffer.dtype.cuda}*"
     kind = "Tensor" if len(buffer.shape) == 4 else "Vector"

@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import cached_property
 
 from flashgen.emit.cexpr import c_text
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Var, rebuild
+from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Var, rebuild, walk
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
 from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
@@ -111,18 +111,25 @@ class Names:
     def element(self, expr: Expr, dst: Buffer, column: str = "j") -> str:
         """The expression for the element (i, column) of this thread's part of a register buffer."""
         fragment = self.fragments[dst.name]
+        loads = any(isinstance(node, Load) and self.kernel.buffer(node.buffer).by_element for node in walk(expr))
+        branch = self.plan.arch.family != "sm90" and not loads  # around a branch no product runs meanwhile
         spelled = {
             "i": f"{fragment}::row(i)",
             "j": f"{fragment}::col({column})",
             COL_OFFSET.name: f"{fragment}::col_offset({column})",
             LANE_COL.name: f"{fragment}::lane_col()",
         }
-        return c_text(
-            _by_offset(expr),
-            lambda name: spelled.get(name) or self.variable(name),
-            lambda load: self._load(load, fragment, column),
-            branch=self.plan.arch.family != "sm90",  # around a branch no product runs meanwhile
-        )
+
+        def name(variable: str) -> str:
+            return spelled.get(variable) or self.variable(variable)
+
+        def element(load: Load) -> str:
+            if not self.kernel.buffer(load.buffer).by_element:
+                return self._load(load, fragment, column)
+            index = ", ".join(c_text(part, name, element, branch=branch) for part in load.index)
+            return f"args.{load.buffer}.at({index})"
+
+        return c_text(_by_offset(expr), name, element, branch=branch)
 
     def _load(self, load: Load, fragment: str, column: str) -> str:
         buffer = self.kernel.buffer(load.buffer)

@@ -21,10 +21,22 @@ def needs_autograd(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
-def attention(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> Any:
+def attention(
+    kernel: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    mask_aux: Any,
+    score_aux: Any,
+) -> Any:
     """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own."""
+    for name, arrays in (("mask_aux", mask_aux or ()), ("score_aux", score_aux or ())):
+        for place, array in enumerate(arrays):
+            if getattr(array, "requires_grad", False):
+                raise ValueError(f"{name}[{place}] requires grad, and gradients are of q, k and v alone; detach it")
     try:
-        return _Attention.apply(q, k, v, kernel, scale)
+        return _Attention.apply(q, k, v, kernel, scale, len(mask_aux or ()), *(mask_aux or ()), *(score_aux or ()))
     except NotImplementedError:
         raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
     except RuntimeError:
@@ -42,23 +54,31 @@ def check_memory(tensors: dict[str, torch.Tensor]) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps q, k, v, o and lse: O(seqlen) memory; the backward recomputes the probabilities."""
+    """Keeps q, k, v, o, lse and what functions read: O(seqlen) memory beside; the backward recomputes the rest."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel, scale: float | None
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kernel: Kernel,
+        scale: float | None,
+        masks: int,
+        *aux: torch.Tensor,
     ) -> Any:
-        o, lse = kernel.forward(q, k, v, scale=scale)
-        ctx.save_for_backward(q, k, v, o, lse)
+        o, lse = kernel.forward(q, k, v, scale=scale, mask_aux=aux[:masks] or None, score_aux=aux[masks:] or None)
+        ctx.save_for_backward(q, k, v, o, lse, *aux)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.scale = kernel, scale
+        ctx.kernel, ctx.scale, ctx.masks = kernel, scale, masks
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, o, lse, *aux = ctx.saved_tensors
+        read = {"mask_aux": aux[: ctx.masks] or None, "score_aux": aux[ctx.masks :] or None}
         if dout is None:
             dout = torch.zeros_like(o)
-        dq, dk, dv = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, scale=ctx.scale)
-        return dq, dk, dv, None, None
+        dq, dk, dv = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, scale=ctx.scale, **read)
+        return dq, dk, dv, None, None, None, *(None for _ in aux)

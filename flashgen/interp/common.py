@@ -147,16 +147,9 @@ def _select(expr: Select, scope: Scope) -> Value:
 
 
 def gather(array: np.ndarray, index: Sequence[Value]) -> Value:
-    """Elements of a global array; NaN out of range, because a Select may discard them."""
-    parts = [np.asarray(part) for part in index]
-    inside: Value = True
-    for part, size in zip(parts, array.shape, strict=True):
-        inside = inside & (part >= 0) & (part < size)
-    if not array.size:
-        return np.full(np.shape(inside), np.nan, np.float32)
-    clipped = (np.clip(part, 0, size - 1) for part, size in zip(parts, array.shape, strict=True))
-    found = array[tuple(clipped)]
-    return np.where(inside, found, np.float32(np.nan)) if found.dtype.kind == "f" else found
+    """Elements of a global array; an index out of range, also a negative one, reads the last of its axis."""
+    places = zip(map(np.asarray, index), array.shape, strict=True)
+    return array[tuple(np.where((part >= 0) & (part < size), part, size - 1) for part, size in places)]
 
 
 SMALL_CONDITION = 1 << 18

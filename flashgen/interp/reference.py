@@ -23,26 +23,26 @@ from collections.abc import Callable
 import numpy as np
 
 from flashgen.calculus import derivative
-from flashgen.interp.common import ARITHMETIC, COMPARE
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Select, Unary, Var
+from flashgen.interp.common import ARITHMETIC, COMPARE, gather
+from flashgen.ir.expr import Binary, Cast, Compare, Const, Load, Select, Unary, Var
 
 
-def forward(q, k, v, *, causal=False, scale=None, mask=None, score=None):
+def forward(q, k, v, *, causal=False, scale=None, mask=None, score=None, aux=None):
     """(o, lse): o (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), both float64.
 
-    mask, score: traced functions, as a Spec has them.
+    mask, score: traced functions, as a Spec has them. aux: the arrays that they read, by their names there.
     """
-    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score)
+    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux)
     return _ungroup(p @ v_heads), _rows(lse)
 
 
-def backward(q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, score=None):
+def backward(q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, score=None, aux=None):
     """(dq, dk, dv) in float64, shaped as q, k and v.
 
     do is (batch, seqlen_q, heads_q, head_dim_v). dlse, the gradient of the LSE, is (batch, heads_q, seqlen_q) or
     None for zero; where a row is masked entirely its value is ignored, as that of do is.
     """
-    q_heads, k_heads, v_heads, p, lse, slope = _probabilities(q, k, v, causal, scale, mask, score)
+    q_heads, k_heads, v_heads, p, lse, slope = _probabilities(q, k, v, causal, scale, mask, score, aux)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     attends = np.isfinite(lse)
     do_heads = np.where(attends, _group(do, k.shape[2]), 0.0)
@@ -64,7 +64,7 @@ def causal_mask(seqlen_q, seqlen_k):
     return np.arange(seqlen_k)[None, :] <= np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
 
 
-def _probabilities(q, k, v, causal, scale, mask, score):
+def _probabilities(q, k, v, causal, scale, mask, score, aux):
     """q, k, v by `_group`, p (batch, heads_kv, group, seqlen_q, seqlen_k), lse (..., seqlen_q, 1), and the slope:
     the derivative of the score function, like p."""
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
@@ -72,7 +72,7 @@ def _probabilities(q, k, v, causal, scale, mask, score):
     q_heads, k_heads, v_heads = (_group(x, heads_kv) for x in (q, k, v))
     s = (q_heads @ _swap(k_heads)) * scale
     slope = 1.0
-    names = _names(s) | {"score": s}
+    names = _names(s) | {"score": s} | (aux or {})
     if score is not None:
         with np.errstate(all="ignore"):
             slope = _evaluate(derivative(score.expr, "score"), names)
@@ -125,6 +125,9 @@ def _evaluate(expr, names):
             return value
         case Var(name):
             return names[name]
+        case Load(array, index):
+            found = gather(names[array], [_evaluate(part, names) for part in index])
+            return found if found.dtype.kind == "i" else np.asarray(found, np.float64)
         case Cast(_, x):
             return np.asarray(_evaluate(x, names), np.float64)
         case Unary(op, x):

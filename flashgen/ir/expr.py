@@ -238,7 +238,7 @@ def variables(expr: Expr) -> set[str]:
 
 def by_element(expr: Expr) -> bool:
     """True for what differs from element to element of a tile."""
-    return any(isinstance(node, Load) or node in (I, J) for node in walk(expr))
+    return any(node in (I, J) for node in walk(expr))
 
 
 def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:

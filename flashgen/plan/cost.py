@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from flashgen.ir.expr import Compare, Expr, Unary, by_element, walk
+from flashgen.ir.expr import Compare, Const, Expr, I, J, Load, Unary, by_element, variables, walk
 from flashgen.ir.graph import live_intervals, remembered
 from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Map, Space, Stmt, Window, name_of
 from flashgen.ir.visit import statements
@@ -18,6 +19,7 @@ Sizes = Mapping[str, int]
 # beside the tiles before it spills. The forward's long products of shared operands keep more fragments in flight.
 OVERHEAD_REGISTERS = {"attention_forward": 72}
 OTHER_OVERHEAD_REGISTERS = 40
+ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
@@ -77,6 +79,36 @@ def on_scores(kernel: Kernel) -> tuple[int, bool]:
     maps = [stmt.expr for stmt, _ in _looped(kernel) if isinstance(stmt, Map) and stmt.dst == "s"]
     comparisons = sum(isinstance(node, Compare) for expr in maps for node in walk(expr))
     return max(map(special, maps), default=0), len(maps) > 1 or comparisons > 2
+
+
+@remembered
+def _loads(kernel: Kernel) -> list[set[str]]:
+    """By what each element differs that statements load from arrays of functions: by rows i, columns j or both."""
+    found = []
+    for stmt, _ in _looped(kernel):
+        expr = stmt.expr if isinstance(stmt, Map) else Const(0)
+        loads = {node for node in walk(expr) if isinstance(node, Load) and kernel.buffer(node.buffer).by_element}
+        inner = {node for load in loads for index in load.index for node in walk(index)}  # become addresses at once
+        found += [variables(load) & {I.name, J.name} for load in loads - inner]
+    return found
+
+
+def loaded_values(kernel: Kernel, sizes: Sizes, layout: tuple[int, int]) -> int:
+    """Elements that masks and score functions load for a thread: the compiler asks for all before it uses any.
+
+    layout: warps along rows and columns of the scores; a warp's rows lie in 8 groups of lanes, its columns in 4.
+    """
+    if not _loads(kernel):
+        return 0
+    rows, cols = (-(-sizes[dim] // along) for dim, along in zip(kernel.buffer("s").shape, layout, strict=True))
+    many = {I.name: -(-rows // 8), J.name: -(-cols // 4)}
+    return sum(math.prod(many[name] for name in names) for names in _loads(kernel))
+
+
+def loaded_registers(kernel: Kernel, sizes: Sizes, layout: tuple[int, int], addresses: int) -> int:
+    """Registers for these where a warpgroup computes; with those for addresses where these differ by row and column."""
+    one_by_one = any(len(names) == 2 for names in _loads(kernel))
+    return loaded_values(kernel, sizes, layout) + addresses * one_by_one
 
 
 def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int) -> Step:
@@ -139,6 +171,8 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
     overhead = OVERHEAD_REGISTERS.get(kernel.name, OTHER_OVERHEAD_REGISTERS)
     if layouts.get("s") == (2, 2):
         overhead += SPLIT_OVERHEAD_REGISTERS
+    loaded = loaded_values(kernel, sizes, layouts["s"]) if "s" in layouts else 0
+    overhead += loaded + min(loaded, ADDRESS_REGISTERS)
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead
 
 

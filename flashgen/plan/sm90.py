@@ -128,7 +128,14 @@ def _panels(name: str, offset: int, rows: int, cols: int, stages: int) -> Placem
 def registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     """The estimate for a thread that computes: scores, the packed operand that is still read, output, and the rest."""
     tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + sizes["head_dim_v"] // 2
+    tiles += _loading_registers(kernel, sizes)
     return tiles + OVERHEAD_REGISTERS + _function_registers(kernel, sizes)
+
+
+def _loading_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
+    """What functions load, and its addresses, for some elements ahead where these differ by row and column."""
+    addresses = cost.ADDRESS_REGISTERS + sizes["block_kv"] // 4
+    return cost.loaded_registers(kernel, sizes, (sizes["block_q"] // 16, 1), addresses)
 
 
 def _function_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
@@ -136,7 +143,7 @@ def _function_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     functions, more = cost.on_scores(kernel)
     if functions >= MANY_FUNCTIONS:
         return sizes["block_kv"] // 2
-    return FUNCTION_REGISTERS if more else 0
+    return FUNCTION_REGISTERS if more or cost.loaded_values(kernel, sizes, (1, 1)) else 0
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:

@@ -20,7 +20,7 @@ from itertools import product
 
 from flashgen.ir.nodes import Buffer, Kernel, Space
 from flashgen.plan.arch import Arch
-from flashgen.plan.cost import accumulator_registers, on_scores
+from flashgen.plan.cost import accumulator_registers, loaded_registers, on_scores
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
 from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS
 from flashgen.plan.smem import panel_bytes
@@ -32,6 +32,8 @@ UNDIVIDED = 128
 HEAD_DIM_UNIT = 64
 # Addresses, counters, the vectors of a step, counted on compiled kernels.
 OVERHEAD_REGISTERS = 16
+# The same where functions load elements that differ by row and column: the vectors of the step are not there yet.
+LOADING_REGISTERS = 16
 BLOCKS = (64, 80, 96, 112, 128)
 # Clocks of a step that no other work covers (fitted on an H200).
 STEP_LATENCY = 1400
@@ -193,7 +195,9 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
     """The estimate for a thread that computes: tiles where most of them are alive together, and the rest."""
     if "divided" in candidate.traits:
         widest, tile = max(sizes["head_dim"], sizes["head_dim_v"]), sizes["block_q"]
-        return (widest + 2 * tile + tile // 2) // 2 + OVERHEAD_REGISTERS  # dK or dV, P, dP, dS packed
+        loaded = loaded_registers(kernel, sizes, (4, 1), LOADING_REGISTERS)
+        loading = (widest + tile) // 2 + loaded if loaded else 0  # dV, the scores
+        return max((widest + 2 * tile + tile // 2) // 2, loading) + OVERHEAD_REGISTERS  # dK or dV, P, dP, dS packed
     threads = 32 * (candidate.warps - 4)
     tiles = accumulator_registers(kernel, sizes, threads, dict(candidate.layouts))
     replaced = "late" in candidate.traits if _has_trait(kernel) else on_scores(kernel)[0] < MANY_FUNCTIONS
@@ -202,7 +206,15 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         # by NVRTC 13.5 that holds in both kernels, but not without "late" (4 to 12 bytes are spilled), and for dQ alone
         # not with many functions (24).
         tiles -= sizes["block_q"] * sizes["block_kv"] // 2 // threads
-    return tiles + OVERHEAD_REGISTERS
+    return max(tiles + OVERHEAD_REGISTERS, _while_loading(kernel, sizes, threads))
+
+
+def _while_loading(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
+    """Registers of a thread where functions load from arrays: dP is computed beside the scores by then."""
+    loaded = loaded_registers(kernel, sizes, (threads // 32, 1), LOADING_REGISTERS)
+    results = {"dk_acc", "dv_acc"} if kernel.name == "attention_backward" else {"dq_acc"}
+    tiles = [item for item in _register_tiles(kernel) if item.name in results | {"s", "dp", "slope"}]
+    return loaded + sum(math.prod(sizes[dim] for dim in item.shape) // threads for item in tiles) if loaded else 0
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:

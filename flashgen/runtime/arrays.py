@@ -61,11 +61,11 @@ class Library:
         """The library's current CUDA stream on a device."""
         raise NotImplementedError("NumPy has no streams")
 
-    def to_numpy(self, array: Any) -> Any:
-        """A float32 NumPy copy on the host."""
+    def to_numpy(self, array: Any, dtype: str = "float32") -> Any:
+        """A NumPy copy on the host, of a type that NumPy has."""
         import numpy as np
 
-        return np.ascontiguousarray(array, dtype=np.float32)
+        return np.ascontiguousarray(array, dtype=dtype)
 
     def from_numpy(self, array: Any, like: Any, float32: bool = False) -> Any:
         """A float32 NumPy array as one of this library, on the device and of the type of another."""
@@ -83,8 +83,8 @@ class _Cupy(Library):
     def stream(self, device: int) -> int:
         return self.module().cuda.get_current_stream().ptr
 
-    def to_numpy(self, array: Any) -> Any:
-        return super().to_numpy(array.get())
+    def to_numpy(self, array: Any, dtype: str = "float32") -> Any:
+        return super().to_numpy(array.get(), dtype)
 
 
 class _Torch(Library):
@@ -121,8 +121,8 @@ class _Torch(Library):
     def stream(self, device: int) -> int:
         return self.module()._C._cuda_getCurrentRawStream(device)
 
-    def to_numpy(self, array: Any) -> Any:
-        return array.detach().to("cpu", self.module().float32).numpy()
+    def to_numpy(self, array: Any, dtype: str = "float32") -> Any:
+        return array.detach().to("cpu", getattr(self.module(), dtype)).numpy()
 
     def from_numpy(self, array: Any, like: Any, float32: bool = False) -> Any:
         module = self.module()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen import lower
 from flashgen.build import Stages
+from flashgen.ir.dtype import I32
 from flashgen.runtime.arrays import Library
 
 if TYPE_CHECKING:
@@ -16,14 +17,14 @@ BSHD_TO_BHSD = (0, 2, 1, 3)
 
 
 def forward(
-    stages: tuple[Stages, ...], library: Library, layout: str, call: Any, inputs: tuple, outputs: tuple
+    stages: tuple[Stages, ...], library: Library, layout: str, call: Any, given: dict[str, Any], outputs: tuple
 ) -> None:
     """Fill o and lse."""
     import numpy as np
 
-    arrays = {name: _inward(library, layout, array) for name, array in zip("qkv", inputs, strict=True)}
+    arrays = {name: _inward(library, layout, given[name]) for name in "qkv"} | _read(stages[0], library, given)
     o, lse = outputs
-    problem, width = call.problem, inputs[2].shape[3]
+    problem, width = call.problem, given["v"].shape[3]
     arrays["o"] = np.full((problem.batch, problem.heads, problem.seqlen_q, width), np.nan, np.float32)
     arrays["lse"] = np.full(call.lse_shape, np.nan, np.float32)
     _run(stages[0], arrays, call)
@@ -35,9 +36,9 @@ def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: An
     """Fill dq, dk and dv."""
     import numpy as np
 
-    arrays = {}
-    for name, array in given.items():
-        vector = name in ("lse", "dlse")
+    arrays = _read(stages[0], library, given)
+    for name in given.keys() - arrays.keys():
+        array, vector = given[name], name in ("lse", "dlse")
         arrays[name] = library.to_numpy(array) if vector else _inward(library, layout, array)
     for name in ("dq", "dk", "dv"):
         arrays[name] = np.full_like(arrays[name], np.nan)
@@ -60,6 +61,14 @@ def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any) -> None:
     used = {item.name for item in kernel.buffers}
     scalars = call.problem.scalars(call.scale)
     tile.run(kernel, stages.plan.sizes, {name: array for name, array in arrays.items() if name in used}, scalars)
+
+
+def _read(stages: Stages, library: Library, given: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What mask and score functions read."""
+    items = [item for item in stages.tile.buffers if item.by_element]
+    return {
+        item.name: library.to_numpy(given[item.name], "int32" if item.dtype == I32 else "float32") for item in items
+    }
 
 
 def _inward(library: Library, layout: str, array: Any) -> np.ndarray:

@@ -47,7 +47,10 @@ class Program:
         return Launcher(self.cubin, plan.threads, plan.shared_bytes)
 
     def bind(self, strides: Mapping[str, Strides], scalars: Mapping[str, int | float]) -> Bound:
-        """The arguments but for the addresses, and the grid. Strides are (batch, head, row) or (batch, head)."""
+        """The arguments but for the addresses, and the grid.
+
+        strides: (batch, head, row) or (batch, head); of what is read by element one for each axis, then its last index.
+        """
         data = bytearray()
         offsets: list[int] = []
         for item in self.buffers:
@@ -65,7 +68,9 @@ class Program:
             for index, item in enumerate(self.buffers)
             if item.name in self.mapped
         }
-        batch_bytes = [strides[item.name][0] * item.dtype.bytes for item in self.buffers if item.shape]
+        batch_bytes = [
+            0 if item.by_element else strides[item.name][0] * item.dtype.bytes for item in self.buffers if item.shape
+        ]
         template = data + bytes(-len(data) % (ALIGNMENT if self.mapped else 8))
         x, y, z, *_ = (*extents, 1, 1)
         if y > MAX_BLOCKS:
@@ -79,6 +84,8 @@ class Program:
             return bytes(MAP_BYTES)
         if not item.shape:
             return ADDRESS.pack(0)
+        if item.by_element:
+            return struct.pack(f"<{1 + 2 * len(item.shape)}q", 0, *strides[item.name])
         count = len(item.shape) - 1 if len(item.shape) == 4 else 2
         return struct.pack(f"<{1 + count}q", 0, *strides[item.name][:count])
 

@@ -2,72 +2,92 @@
 
 What such a function is handed are `Value`s. Arithmetic on them is noted instead of done; what Python would have to know
 the number for (`if`, `and`, a loop, `float()`) raises with the user's file and line. The text of the expression is the
-identity of the function: in a `Spec`, and so in every cache.
+identity of the function, with the types of the arrays that it reads: in a `Spec`, and so in every cache.
+
+Arrays are arguments behind the others. Their types must be known, as integers and numbers have other arithmetic; where
+they are not given, those are assumed with which the function can be traced.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable
 
 from flashgen.ir.expr import Const, Expr, Var, substitute, text, variables
-from flashgen.spec import Function
+from flashgen.spec import Array, Function
+from flashgen.trace.arrays import DTYPES, DTypes, Elements, assumptions, parameters
 from flashgen.trace.value import BOOL, FLOAT, INT, Value, real, value
 
+__all__ = ["DTYPES", "DTypes", "behind", "both", "mask", "score"]
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 SIZES = ("seqlen_q", "seqlen_k", "heads")
 
 
-def mask(function: Callable, name: str = "mask_mod") -> Function | None:
-    """The trace of mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; None where it always does."""
-    found = _run(function, name, MASK_ARGUMENTS)
+def mask(function: Callable, dtypes: DTypes | None = None) -> Function | None:
+    """The trace of mask_mod(b, h, q_idx, kv_idx, *arrays) -> True where the query sees the key; None where it always
+    does. dtypes: those of the arrays."""
+    found, arrays = _traced(function, "mask", MASK_ARGUMENTS, dtypes)
     if found.kind != BOOL:
-        raise TypeError(f"{name} returned {found.kind}, {text(found.expr)}; compare it with something")
-    return None if found.expr == Const(True) else _named(function, "mask", found.expr)
+        raise TypeError(f"mask_mod returned {found.kind}, {text(found.expr)}; compare it with something")
+    return None if found.expr == Const(True) and not arrays else _named(function, "mask", found.expr, arrays)
 
 
-def score(function: Callable, name: str = "score_mod") -> Function | None:
-    """The trace of score_mod(score, b, h, q_idx, kv_idx) -> the score in its place; None where it is the same."""
-    found = real(_run(function, name, SCORE_ARGUMENTS))
-    return None if found.expr == Var("score") else _named(function, "score", found.expr)
+def score(function: Callable, dtypes: DTypes | None = None) -> Function | None:
+    """The trace of score_mod(score, b, h, q_idx, kv_idx, *arrays) -> the score in its place; None where it is the same.
+    dtypes: those of the arrays."""
+    found, arrays = _traced(function, "score", SCORE_ARGUMENTS, dtypes)
+    expr = real(found).expr
+    return None if expr == Var("score") and not arrays else _named(function, "score", expr, arrays)
 
 
 def both(one: Function | None, other: Function | None) -> Function | None:
     """The mask that shows what both show."""
     if one is None or other is None:
         return one or other
-    return _made(f"{one.name}_{other.name}", one.expr & other.expr)
+    return _made(f"{one.name}_{other.name}", one.expr & other.expr, one.arrays + other.arrays)
 
 
 def behind(first: Function | None, then: Function | None) -> Function | None:
     """The score function that applies one to what another gives."""
     if first is None or then is None:
         return first or then
-    return _made(f"{first.name}_{then.name}", substitute(then.expr, {"score": first.expr}))
+    expr = substitute(then.expr, {"score": first.expr})
+    return _made(f"{first.name}_{then.name}", expr, first.arrays + then.arrays)
 
 
-def _run(function: Callable, name: str, arguments: tuple[str, ...]) -> Value:
-    if not callable(function):
-        raise TypeError(f"{name} = {function!r} must be a function of {', '.join(arguments)}")
-    try:
-        inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is called with {', '.join(arguments)}; give it these arguments") from None
+Arrays = tuple[Array, ...]
+
+
+def _traced(function: Callable, kind: str, arguments: tuple[str, ...], dtypes: DTypes | None) -> tuple[Value, Arrays]:
+    """What the function gives, and the arrays that it reads, of the types given or else assumed."""
+    names = parameters(function, kind, arguments)
+    first_error = None
+    for assumed in assumptions(kind, len(names)) if dtypes is None else (dtypes,):
+        elements = [Elements(name, dtype) for name, dtype in zip(names, assumed, strict=True)]
+        try:
+            return _run(function, kind, arguments, elements), tuple(item.array(kind) for item in elements)
+        except TypeError as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
+
+
+def _run(function: Callable, kind: str, arguments: tuple[str, ...], arrays: list[Elements]) -> Value:
     values = [Value(Var(item), FLOAT if item == "score" else INT) for item in arguments]
-    found = value(function(*values))
+    found = value(function(*values, *arrays))
     foreign = variables(found.expr) - {*arguments, *SIZES}
     if foreign:
-        raise ValueError(f"{name} uses {', '.join(sorted(foreign))} of another function; use its own arguments")
+        raise ValueError(f"{kind}_mod uses {', '.join(sorted(foreign))} of another function; use its own arguments")
     return found
 
 
-def _named(function: Callable, kind: str, expr: Expr) -> Function:
-    """By the name that a function of this package has for files; else by its text."""
-    short = hashlib.sha256(text(expr).encode()).hexdigest()[:8]
-    return _made(getattr(function, "file_name", f"{kind}_{short}"), expr)
+def _named(function: Callable, kind: str, expr: Expr, arrays: Arrays) -> Function:
+    """By the name that a function of this package has for files, and the types of what it reads; else by its text."""
+    short = hashlib.sha256(repr((text(expr), *arrays) if arrays else text(expr)).encode()).hexdigest()[:8]
+    name = getattr(function, "file_name", None)
+    return _made("_".join([name, *(item.dtype.cuda for item in arrays)]) if name else f"{kind}_{short}", expr, arrays)
 
 
-def _made(name: str, expr: Expr) -> Function:
-    return Function(name, text(expr), expr)
+def _made(name: str, expr: Expr, arrays: Arrays) -> Function:
+    return Function(name, text(expr), expr, arrays)

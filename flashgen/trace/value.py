@@ -32,7 +32,7 @@ class Value:
         return f"<traced {text(self.expr)}>"
 
     def _refuse(self, what: str, instead: str) -> TypeError:
-        return TypeError(f"{_line()}: {what} of {text(self.expr)} is not known while it is traced; {instead}")
+        return TypeError(f"{line()}: {what} of {text(self.expr)} is not known while it is traced; {instead}")
 
     def __bool__(self) -> bool:
         raise self._refuse("the truth", "use flashgen.where, &, | and ~ in place of if, and, or, not, min and max")
@@ -90,7 +90,7 @@ class Value:
 
     def __rpow__(self, base: Any) -> Value:
         if not isinstance(base, int | float) or base <= 0:
-            raise TypeError(f"{_line()}: {base!r} ** {text(self.expr)} has no positive base")
+            raise TypeError(f"{line()}: {base!r} ** {text(self.expr)} has no positive base")
         return call("exp2", self * math.log2(base))
 
     def __neg__(self) -> Value:
@@ -132,7 +132,7 @@ class Value:
         return _comparison("!=", self, other)
 
 
-def _line() -> str:
+def line() -> str:
     """The file and line of the innermost caller outside of this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
@@ -148,12 +148,12 @@ def value(x: Any) -> Value:
         return Value(Const(x), BOOL)
     if isinstance(x, numbers.Integral):
         if abs(int(x)) > LARGEST:
-            raise ValueError(f"{_line()}: {x} exceeds the 32 bits of a kernel's integers; use a smaller one")
+            raise ValueError(f"{line()}: {x} exceeds the 32 bits of a kernel's integers; use a smaller one")
         return Value(Const(int(x)), INT)
     if isinstance(x, numbers.Real):
         return Value(Const(float(x)), FLOAT)
     kind = type(x).__name__
-    raise TypeError(f"{_line()}: a {kind} cannot be part of a mask or score function; use its arguments and numbers")
+    raise TypeError(f"{line()}: a {kind} cannot be part of a mask or score function; use its arguments and numbers")
 
 
 def _number(x: Any) -> Value:
@@ -177,7 +177,7 @@ def alike(x: Any, y: Any) -> tuple[Value, Value]:
 def truth(x: Any, operation: str) -> Value:
     x = value(x)
     if x.kind != BOOL:
-        raise TypeError(f"{_line()}: {operation} of {text(x.expr)}, {x.kind}; compare it with something first")
+        raise TypeError(f"{line()}: {operation} of {text(x.expr)}, {x.kind}; compare it with something first")
     return x
 
 
@@ -196,16 +196,16 @@ def _quotient(x: Any, y: Any) -> Value:
     if not isinstance(y.expr, Const):
         return _arithmetic("*", x, call("reciprocal", y))
     if y.expr.value == 0:
-        raise ZeroDivisionError(f"{_line()}: {text(x.expr)} is divided by zero")
+        raise ZeroDivisionError(f"{line()}: {text(x.expr)} is divided by zero")
     return _arithmetic("*", x, 1.0 / y.expr.value)
 
 
 def _whole(op: str, x: Any, y: Any) -> Value:
     x, y = _number(x), _number(y)
     if FLOAT in (x.kind, y.kind):
-        raise TypeError(f"{_line()}: // and % are of integers, not of {text(x.expr)} and {text(y.expr)}; use /")
+        raise TypeError(f"{line()}: // and % are of integers, not of {text(x.expr)} and {text(y.expr)}; use /")
     if isinstance(y.expr, Const) and y.expr.value <= 0:
-        raise ValueError(f"{_line()}: // and % take a positive divisor, not {y.expr.value}")
+        raise ValueError(f"{line()}: // and % take a positive divisor, not {y.expr.value}")
     return Value(binary(op, x.expr, y.expr), INT)
 
 
@@ -213,7 +213,7 @@ def _power(x: Value, exponent: Any) -> Value:
     if exponent == 0.5:
         return call("sqrt", x)
     if not isinstance(exponent, int) or not 1 <= exponent <= 8:
-        raise TypeError(f"{_line()}: {text(x.expr)} ** {exponent!r}: exponents are 0.5 and 1 to 8; use exp and log")
+        raise TypeError(f"{line()}: {text(x.expr)} ** {exponent!r}: exponents are 0.5 and 1 to 8; use exp and log")
     result = x
     for _ in range(exponent - 1):
         result = result * x

@@ -130,6 +130,29 @@ struct Vector {
   }
 };
 
+// What is computed with of an element.
+__device__ __forceinline__ int loaded(int x) { return x; }
+__device__ __forceinline__ float loaded(float x) { return x; }
+__device__ __forceinline__ float loaded(bf16 x) { return to_float(x); }
+__device__ __forceinline__ float loaded(fp16 x) { return to_float(x); }
+
+// An array that expressions read element by element; strides count elements. Functions are evaluated beyond the ends of
+// the sequences too, so an index out of range, also a negative one, reads the last of its axis: one instruction, and no
+// branch.
+template <class T, int RANK>
+struct Array {
+  const T* data;
+  int64 strides[RANK], last[RANK];
+  template <class... Index>
+  __device__ __forceinline__ auto at(Index... index) const {
+    static_assert(sizeof...(Index) == RANK, "an index for each axis");
+    int64 offset = 0;
+    int axis = 0;
+    ((offset += min(uint32(index), uint32(last[axis])) * strides[axis], axis++), ...);
+    return loaded(data[offset]);
+  }
+};
+
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }

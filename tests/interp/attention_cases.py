@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+from functions import arrays_of
 
 from flashgen.attention import backward, forward
 from flashgen.interp import reference, tile
@@ -26,6 +27,7 @@ class Problem:
     seed: int = 0
     scale: float = 0.0
     arrays: dict = field(init=False)
+    aux: dict = field(init=False)  # those that functions read, which are among the arrays
 
     def __post_init__(self):
         rng = np.random.default_rng(self.seed)
@@ -33,6 +35,8 @@ class Problem:
         queries, keys = (self.batches, self.heads, self.seqlen_q), (self.batches, self.heads_kv, self.seqlen_k)
         shapes = {"q": (*queries, d), "k": (*keys, d), "v": (*keys, dv), "dout": (*queries, dv)}
         self.arrays = {name: round_to(self.spec.dtype, rng.standard_normal(s)) for name, s in shapes.items()}
+        self.aux = arrays_of(self.spec, self.batches, self.heads, self.seqlen_q, self.seqlen_k, self.seed)
+        self.arrays |= self.aux
         self.arrays["dlse"] = rng.standard_normal(queries).astype(np.float32)
         self.scale = self.scale or 1.0 / math.sqrt(d)
 
@@ -88,6 +92,7 @@ class Problem:
         """Dense float64: o, lse, dq, dk, dv."""
         q, k, v, dout = (self.arrays[name].transpose(0, 2, 1, 3) for name in ("q", "k", "v", "dout"))
         options = {name: getattr(self.spec, name) for name in ("causal", "mask", "score")} | {"scale": self.scale}
+        options["aux"] = self.aux
         o, lse = reference.forward(q, k, v, **options)
         dq, dk, dv = reference.backward(q, k, v, dout, self.arrays["dlse"], **options)
         found = {"o": o, "dq": dq, "dk": dk, "dv": dv}

@@ -152,3 +152,45 @@ def test_specs_are_told_apart_by_the_text_of_their_functions():
 def test_the_functions_work_on_plain_numbers():
     assert fg.exp(0.0) == 1.0 and fg.maximum(2, 3) == 3 and fg.abs(-2) == 2
     assert fg.sigmoid(0.0) == 0.5 and fg.tanh(0.0) == 0.0 and fg.where(True, 1, 2).expr.value == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays"),
+    [
+        (lambda b, h, q, k, ids: ids[b, q] == ids[b, k], [("mask_ids", 2, "int32")]),
+        (lambda b, h, q, k, chance: chance[h] > 0.5, [("mask_chance", 1, "int32")]),
+        (lambda b, h, q, k, x, y: x[y[q], k] % 2 == 0, [("mask_x", 2, "int32"), ("mask_y", 1, "int32")]),
+        (lambda b, h, q, k, kept=3: q - k < kept, []),
+    ],
+)
+def test_arrays_are_the_arguments_without_a_default(function, arrays):
+    assert [(item.name, item.rank, item.dtype.name) for item in trace.mask(function).arrays] == arrays
+
+
+def test_types_are_assumed_so_that_the_function_can_be_traced():
+    found = trace.score(lambda s, b, h, q, k, table, bucket: s + table[h, bucket[abs(q - k)]])
+    assert found.text == "score + score_table[h, score_bucket[abs(q_idx - kv_idx)]]"
+    assert [item.dtype.name for item in found.arrays] == ["float32", "int32"]
+
+
+def test_the_type_of_an_array_is_part_of_the_identity():
+    one, other = (trace.score(scores.bias, (trace.DTYPES[name],)) for name in ("float32", "bfloat16"))
+    assert one.text == other.text and one != other and (one.name, other.name) == ("bias_float", "bias_bf16")
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (lambda b, h, q, k, ids: q > k, "mask_mod never indexes its argument ids"),
+        (lambda b, h, q, k, ids: ids[b] == ids[b, q], "mask_ids has 1 indices or more"),
+        (lambda b, h, q, k, ids: ids[b, -1] == 0, "index -1 of mask_ids is negative"),
+        (lambda b, h, q, k, ids: ids[q * 0.5] == 0, "mask_ids is indexed by .* a number; use an integer"),
+        (lambda b, h, q, k, ids: ids[:, q] == 0, "a slice cannot be part"),
+        (lambda b, h, q, k, ids: ids.sum() == 0, "mask_ids.sum is not known while it is traced"),
+        (lambda b, h, q, k, ids: max(ids) == 0, "mask_ids is not known while it is traced"),
+        (lambda b, h, q, k, ids: ids == q, "cannot be part of a mask"),
+    ],
+)
+def test_what_arrays_are_not(function, complaint):
+    with pytest.raises((TypeError, ValueError, AttributeError), match=complaint):
+        trace.mask(function)
