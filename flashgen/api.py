@@ -123,32 +123,39 @@ def attention(
     scale: float | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
-    **functions: Any,
+    *,
+    window: variants.Window | None = None,
+    softcap: float | None = None,
+    mask_mod: Callable | None = None,
+    score_mod: Callable | None = None,
+    mask_aux: tuple[Any, ...] | list[Any] | None = None,
+    score_aux: tuple[Any, ...] | list[Any] | None = None,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
     CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    functions: window, softcap, mask_mod and score_mod, as `compile` takes them; mask_aux and score_aux, as a kernel.
+    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux and score_aux as a kernel.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
+    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux}
     if _traced():
-        return _untraced(attention)(q, k, v, causal, scale, layout, return_lse, **functions)
+        return _untraced(attention)(q, k, v, causal, scale, layout, return_lse, **options, **arrays)
     library_of(q)
     library_of(v, "v")
     check_dimensions("q", q)
     check_dimensions("v", v)
-    if functions or not isinstance(causal, bool):  # traced each time: what a function refers to may have changed
-        dtype = str(q.dtype).removeprefix("torch.")
-        aux = {name: functions.pop(name, None) for name in ("mask_aux", "score_aux")}
-        kernel = compile(q.shape[3], causal, head_dim_v=v.shape[3], dtype=dtype, layout=layout, **functions)
-        return kernel(q, k, v, scale=scale, return_lse=return_lse, **aux)
-    else:
+    dims, surroundings = (q.shape[3], v.shape[3]), (current_arch(), debug.interpret())
+    if isinstance(causal, bool) and all(option is None for option in options.values()):
         _check_layout(layout)
-        kernel = _compiled(q.shape[3], v.shape[3], q.dtype, causal, layout, current_arch(), debug.interpret())
-    return kernel(q, k, v, scale=scale, return_lse=return_lse)
+        kernel = _compiled(*dims, q.dtype, causal, layout, *surroundings)
+    else:  # traced each time: what a function refers to may have changed
+        dtype = str(q.dtype).removeprefix("torch.")
+        kernel = compile(dims[0], causal, head_dim_v=dims[1], dtype=dtype, layout=layout, **options)
+    return kernel(q, k, v, scale=scale, return_lse=return_lse, **arrays)
 
 
 @cache
