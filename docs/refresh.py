@@ -1,4 +1,4 @@
-"""Rewrites the live blocks of README.md and docs/architecture.md from the program: `python docs/refresh.py`.
+"""Rewrites the live blocks of the documents, and the pictures of the masks, from the program: `python docs/refresh.py`.
 
 A live block lies between two comments, <!-- live: NAME --> and <!-- end -->; what stands between them is thrown away
 and made again by the function of that NAME below. tests/unit/test_readme.py fails where that would change anything.
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this checkout, whatever is installed
 
 from flashgen import build, catalog, lower  # noqa: E402
+from flashgen.cli import mask, options  # noqa: E402
 from flashgen.cli.show import passes_text  # noqa: E402
 from flashgen.ir import verify  # noqa: E402
 from flashgen.ir.nodes import Stmt  # noqa: E402
@@ -26,7 +27,9 @@ from flashgen.machine import base, sm80, sm90  # noqa: E402
 from flashgen.plan.arch import ARCHES, KIB  # noqa: E402
 from flashgen.spec import Spec  # noqa: E402
 
-FILES = (ROOT / "README.md", ROOT / "docs" / "architecture.md")
+EXAMPLES = ROOT / "examples" / "masks"
+PICTURES = ROOT / "docs" / "masks"
+FILES = (ROOT / "README.md", ROOT / "docs" / "architecture.md", EXAMPLES / "README.md")
 BLOCK = re.compile(r"(<!-- live: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 SPEC, ARCH = Spec(64, 64, causal=True), ARCHES["sm_80"]  # the kernel that the README follows
@@ -200,6 +203,30 @@ def layers() -> str:
     raise LookupError("tests/unit/test_layering.py has no LAYERS")
 
 
+def examples() -> list[Path]:
+    """The examples of masks and score functions."""
+    return [path for path in sorted(EXAMPLES.glob("*.py")) if path.stem != "compare"]
+
+
+def masks() -> str:
+    """A section for each example: its docstring, its picture, and its code without what makes it a script."""
+    parts = []
+    for path in examples():
+        source = path.read_text(encoding="utf-8")
+        sentence = " ".join((ast.get_docstring(ast.parse(source)) or "").split())
+        code = source.partition("\nif __name__")[0].split('"""', 2)[2]
+        picture = f"![{path.stem}](../../docs/masks/{path.stem}.png)"
+        parts.append(f"## {path.stem}\n\n{sentence}\n\n{picture}\n\n{fenced(code.strip(), 'python')}")
+    return "\n".join(parts)
+
+
+def drawing(path: Path) -> mask.Drawing:
+    """What the picture of an example shows: fewer queries than keys, so that both alignments look different."""
+    causal, visible, score = options.functions_of(path)
+    sizes = mask.Sizes(56, 64, heads=4, head=1, batch=0, block_q=8, block_kv=8)
+    return mask.draw(Spec(64, 64, causal=causal, mask=visible, score=score), sizes)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -214,6 +241,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         tile_statements,
         machine_statements,
         layers,
+        masks,
     )
 }
 
@@ -224,13 +252,15 @@ def refreshed(text: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the files that are stale, and name them."""
+    """Rewrite the files that are stale, and name them, and draw the pictures again (with matplotlib)."""
     for path in FILES:
         old = path.read_text(encoding="utf-8")
         new = refreshed(old)
         if new != old:
             path.write_text(new, encoding="utf-8")
         print(f"{path.relative_to(ROOT)}: {'rewritten' if new != old else 'up to date'}")
+    for path in examples():
+        mask.write_png(drawing(path), str(PICTURES / f"{path.stem}.png"))
 
 
 if __name__ == "__main__":

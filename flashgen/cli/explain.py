@@ -17,6 +17,7 @@ def command(kernel: str, **options: Any) -> None:
     The planner tries a few dozen combinations of block sizes, warps and stages, drops those that the chip's shared
     memory and registers do not hold, and ranks the rest by the clocks that they are expected to take. --sram shows how
     the choice moves on a chip with more or less shared memory. Where nothing fits, one sentence names the limit.
+    FILE is a Python file with `options`: a dict of mask_mod, score_mod, causal, window and softcap.
 
     \b
     Examples:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,9 +15,10 @@ from flashgen import build, variants
 from flashgen.build import Stages
 from flashgen.plan.arch import ARCHES, Arch, parse_arch, with_shared_memory
 from flashgen.plan.planner import PlanError
-from flashgen.spec import Spec, parse_dtype
+from flashgen.spec import Function, Spec, parse_dtype
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
+FUNCTIONS = tuple(inspect.signature(variants.functions).parameters)
 KERNELS = ("forward", "backward", "delta", "convert_dq", "backward_dq", "all")
 
 
@@ -32,13 +36,15 @@ class ByteCount(click.ParamType):
 
 
 def problem(kernel_default: str) -> Callable[[Callable], Callable]:
-    """The options of a spec, a chip and a kernel; the command is handed spec=, arch= and kernel=."""
+    """A file and the options of a spec, a chip and a kernel; the command is handed each by its name."""
     made = (
+        click.argument("file", required=False, type=click.Path()),
         click.option(
             "--head-dim", type=int, default=128, show_default=True, help="Of q and k: a multiple of 8 to 256."
         ),
         click.option("--head-dim-v", type=int, help="Of v, where it differs."),
         click.option("--causal/--full", help="Which keys a query sees.  [default: full]"),
+        click.option("--top-left", is_flag=True, help="As --causal, aligned with the first key instead of the last."),
         click.option("--window", help="LEFT,RIGHT: keys seen on both sides; 'all' for any number of them."),
         click.option("--softcap", type=float, help="Scores become softcap * tanh(score / softcap)."),
         click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
@@ -64,9 +70,11 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
 
 
 def parse_problem(
+    file: str | None,
     head_dim: int,
     head_dim_v: int | None,
     causal: bool,
+    top_left: bool,
     window: str | None,
     softcap: float | None,
     dtype: str,
@@ -77,11 +85,44 @@ def parse_problem(
 ) -> tuple[Spec, Arch]:
     """The spec and the chip that the options stand for. Raises ValueError, with one sentence, for what is not one."""
     width = head_dim if head_dim_v is None else head_dim_v
-    sides = None if window is None else parse_window(window)
-    causal, mask, score = variants.functions(causal, sides, softcap)
+    given: dict[str, Any] = {"causal": "top-left"} if top_left else {"causal": True} if causal else {}
+    given |= {} if window is None else {"window": parse_window(window)}
+    given |= {} if softcap is None else {"softcap": softcap}
+    if file is not None and given:
+        raise ValueError(f"{', '.join(given)} cannot be given beside {file}, whose `options` say all; change it there")
+    causal, mask, score = variants.functions(**{"causal": False} | given) if file is None else functions_of(file)
     spec = Spec(head_dim, width, parse_dtype(dtype), causal, deterministic, packed=packed, mask=mask, score=score)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)
+
+
+def functions_of(file: str | Path) -> tuple[bool, Function | None, Function | None]:
+    """`causal`, `mask` and `score` of the Spec that a file stands for. What cannot be traced is a ValueError too."""
+    options = {"causal": False} | options_of(file)
+    try:
+        return variants.functions(**options)
+    except TypeError as error:
+        raise ValueError(f"`options` of {file}: {error}") from error
+
+
+def options_of(file: str | Path) -> dict[str, Any]:
+    """The `options` that a Python file defines, which `flashgen.attention` would take.
+
+    Raises ValueError or OSError, with one sentence, where it defines none or others than these.
+    """
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise FileNotFoundError(f"{file} is no Python file that exists; name one such as examples/masks/causal.py")
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    options = getattr(module, "options", None)
+    if not isinstance(options, dict):
+        raise ValueError(f"{file} defines no `options`; write options = {{'mask_mod': ...}}")
+    if unknown := options.keys() - set(FUNCTIONS):
+        raise ValueError(f"`options` of {file} has {', '.join(sorted(unknown))}; it may have {', '.join(FUNCTIONS)}")
+    return options
 
 
 def parse_window(text: str) -> variants.Window:

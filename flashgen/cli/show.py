@@ -9,6 +9,7 @@ import click
 
 from flashgen import lower
 from flashgen.build import Stages
+from flashgen.cli import mask
 from flashgen.cli.options import parse_problem, problem, select
 from flashgen.ir.graph import dataflow
 from flashgen.ir.nodes import For, Kernel
@@ -81,18 +82,22 @@ STAGES: dict[str, tuple[Callable[[Stages], str], str]] = {
     "graph": (lambda stages: graph_text(stages.tile), "The dataflow graph of the loop body, at TILE level."),
     "passes": (passes_text, "The IR before the first pass and after each pass that changed it."),
 }
+# The mask is no stage of a kernel: it is drawn from the specification
+FLAGS = {name: meaning for name, (_, meaning) in STAGES.items()} | {
+    "mask": "Which query sees which key, and which blocks are skipped, full or partial."
+}
 
 
 def stage_flags(function: Callable) -> Callable:
-    """A flag for each stage; the command is handed each by its name."""
-    for name, (_, meaning) in reversed(STAGES.items()):
+    """A flag for each stage and for the mask; the command is handed each by its name."""
+    for name, meaning in reversed(FLAGS.items()):
         function = click.option(f"--{name}", is_flag=True, help=meaning)(function)
     return function
 
 
 def the_stage(flags: dict[str, bool]) -> str:
     """The stage whose flag is given, "cuda" without any. Raises UsageError where two are."""
-    given = [name for name in STAGES if flags[name]]
+    given = [name for name in FLAGS if flags[name]]
     if len(given) > 1:
         names = " and ".join(f"--{name}" for name in given)
         raise click.UsageError(f"{names} exclude each other: one stage is shown at a time; give one of them.")
@@ -102,9 +107,14 @@ def the_stage(flags: dict[str, bool]) -> str:
 @click.command("show")
 @problem(kernel_default="forward")
 @stage_flags
+@mask.options
 @click.option("--dot", type=click.Path(dir_okay=False), help="Also write the graph as Graphviz DOT (one kernel).")
-def command(kernel: str, dot: str | None, **options: Any) -> None:
-    """Print a kernel at any stage between its specification and its CUDA.
+@click.option("--png", type=click.Path(dir_okay=False), help="Also write the mask as a picture (needs matplotlib).")
+def command(kernel: str, dot: str | None, png: str | None, **options: Any) -> None:
+    """Print a kernel at any stage between its specification and its CUDA, or draw its mask.
+
+    FILE is a Python file with `options`: a dict of mask_mod, score_mod, causal, window and softcap, as
+    flashgen.attention takes them. It stands in place of --causal, --window and --softcap.
 
     \b
     Examples:
@@ -112,11 +122,20 @@ def command(kernel: str, dot: str | None, **options: Any) -> None:
       python -m flashgen show --head-dim 64 --ir --kernel backward       the backward's loop nest
       python -m flashgen show --head-dim 64 --passes | less              how the one becomes the other
       python -m flashgen show --head-dim 64 --graph --dot loop.dot       then: dot -Tsvg loop.dot > loop.svg
+      python -m flashgen show --mask --causal --window 16,0              which query sees which key
+      python -m flashgen show --mask examples/masks/strided.py --png strided.png
     """
     if dot and kernel.removeprefix("attention_") == "all":
         raise click.UsageError("--dot draws one kernel; name it with --kernel.")
-    text, _ = STAGES[the_stage({name: options.pop(name) for name in STAGES})]
+    stage = the_stage({name: options.pop(name) for name in FLAGS})
+    sizes = mask.Sizes(**{name: options.pop(name) for name in mask.Sizes.__dataclass_fields__})
     spec, arch = parse_problem(**options)
+    if png:
+        mask.write_png(mask.draw(spec, sizes), png)
+    if stage == "mask":
+        click.echo(mask.drawing_text(mask.draw(spec, sizes)), nl=False)
+        return
+    text, _ = STAGES[stage]
     for count, stages in enumerate(select(spec, arch, kernel)):
         click.echo(("\n" if count else "") + text(stages), nl=False)
         if dot:

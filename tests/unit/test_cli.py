@@ -15,7 +15,7 @@ from flashgen import build, catalog, debug
 from flashgen.__main__ import COMMANDS, main
 from flashgen.cli import generate
 from flashgen.cli.options import ByteCount
-from flashgen.cli.show import STAGES
+from flashgen.cli.show import FLAGS
 from flashgen.ir.nodes import For
 from flashgen.plan.planner import PlanError
 from flashgen.spec import Spec
@@ -240,7 +240,7 @@ def test_a_graph_of_a_kernel_without_a_loop():
     assert "attention_delta" in output("show", *SMALL, "--graph", "--kernel", "delta")
 
 
-@pytest.mark.parametrize("pair", list(combinations(STAGES, 2)), ids="-".join)
+@pytest.mark.parametrize("pair", list(combinations(FLAGS, 2)), ids="-".join)
 def test_two_stages_at_once_are_refused(pair):
     result = call("show", *SMALL, *(f"--{name}" for name in pair))
     assert result.exit_code == 2 and result.stdout == ""

@@ -14,6 +14,7 @@ from flashgen.__main__ import COMMANDS, main
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+MASKS = (ROOT / "examples" / "masks" / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
@@ -28,17 +29,28 @@ def refresh():
 # The live blocks
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/architecture.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/architecture.md", "examples/masks/README.md"])
 def test_refreshing_changes_nothing(refresh, name):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert refresh.refreshed(text) == text, f"{name} is old: run python docs/refresh.py"
 
 
 def test_every_block_is_used_and_closed(refresh):
-    both = README + ARCHITECTURE
-    opened = re.findall(r"<!-- live: (\w+) -->", both)
+    every = README + ARCHITECTURE + MASKS
+    opened = re.findall(r"<!-- live: (\w+) -->", every)
     assert sorted(opened) == sorted(refresh.BLOCKS)
-    assert both.count("<!-- end -->") == len(opened)
+    assert every.count("<!-- end -->") == len(opened)
+
+
+def test_the_pictures_of_the_masks_are_what_is_drawn_now(refresh):
+    image = pytest.importorskip("matplotlib.image")
+    paths = refresh.examples()
+    assert {path.stem for path in paths} == {path.stem for path in refresh.PICTURES.iterdir()} and len(paths) >= 20
+    for path in paths:
+        picture = refresh.PICTURES / f"{path.stem}.png"
+        shown = (image.imread(picture)[..., :3] * 255).round()
+        assert (shown == refresh.mask.pixels(refresh.drawing(path))).all(), f"{picture}: run python docs/refresh.py"
+        assert picture.stat().st_size < 15_000
 
 
 def test_a_stale_block_is_rewritten(refresh):
@@ -84,7 +96,7 @@ def test_the_python_examples_do_what_they_say(monkeypatch):
 
 
 def test_the_commands_are_understood():
-    lines = [line.strip() for line in README.splitlines() if line.startswith("    python -m flashgen ")]
+    lines = [line.strip() for line in (README + MASKS).splitlines() if line.startswith("    python -m flashgen ")]
     assert len(lines) >= 5
     for line in lines:
         name, *arguments = shlex.split(line, comments=True)[3:]
