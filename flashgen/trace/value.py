@@ -163,7 +163,9 @@ def _number(x: Any) -> Value:
 
 
 def real(x: Any) -> Value:
-    x = _number(x)
+    x = value(x)
+    if x.kind == BOOL:
+        return Value(Select(x.expr, Const(1.0), Const(0.0)), FLOAT)
     if x.kind == FLOAT:
         return x
     return Value(Const(float(x.expr.value)) if isinstance(x.expr, Const) else Cast(F32, x.expr), FLOAT)
