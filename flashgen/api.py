@@ -142,13 +142,13 @@ def attention(
     check_dimensions("v", v)
     if functions or not isinstance(causal, bool):  # traced each time: what a function refers to may have changed
         dtype = str(q.dtype).removeprefix("torch.")
-        aux = {name: functions.pop(name, None) for name in ("mask_aux", "score_aux")}
+        aux = {name: functions.pop(name) for name in ("mask_aux", "score_aux") if name in functions}
         kernel = compile(q.shape[3], causal, head_dim_v=v.shape[3], dtype=dtype, layout=layout, **functions)
-        return kernel(q, k, v, scale=scale, return_lse=return_lse, **aux)
     else:
+        aux = {}
         _check_layout(layout)
         kernel = _compiled(q.shape[3], v.shape[3], q.dtype, causal, layout, current_arch(), debug.interpret())
-    return kernel(q, k, v, scale=scale, return_lse=return_lse)
+    return kernel(q, k, v, scale=scale, return_lse=return_lse, **aux)
 
 
 @cache
@@ -328,10 +328,10 @@ class Kernel:
         library = library_of(q)
         arrays = {"q": q, "k": k, "v": v}
         if self._reads or mask_aux is not None or score_aux is not None:
-            arrays |= auxiliary.named(self.spec, mask_aux, score_aux)
-            kernel = self._for(mask_aux, score_aux)
+            kernel, aux = self._for(mask_aux, score_aux)
             if kernel is not self:
                 return kernel.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+            arrays |= aux
         bound = self._bind(library, "forward", arrays, scale)
         o = library.empty(bound.o_shape, q)
         lse = library.empty(bound.lse_shape, q, float32=True)
@@ -367,11 +367,10 @@ class Kernel:
         arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse}
         if dlse is not None:
             arrays["dlse"] = dlse
-        if self._reads or mask_aux is not None or score_aux is not None:
-            arrays |= auxiliary.named(self.spec, mask_aux, score_aux)
-            kernel = self._for(mask_aux, score_aux)
-            if kernel is not self:
-                return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+        kernel, aux = self._for(mask_aux, score_aux)
+        if kernel is not self:
+            return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+        arrays |= aux
         bound = self._bind(library, "backward", arrays, scale)
         if dlse is None:
             arrays["dlse"] = library.zeros(bound.lse_shape, q)
@@ -392,17 +391,18 @@ class Kernel:
             launch_.launch(pointers, stream, bound.device)
         return dq, dk, dv
 
-    def _for(self, mask_aux: Aux, score_aux: Aux) -> Kernel:
-        """The kernel for arrays of these types: one object for each spec, by which ever functions it was asked for."""
+    def _for(self, mask_aux: Aux, score_aux: Aux) -> tuple[Kernel, dict[str, Any]]:
+        """The kernel for arrays of these types, one object for each spec; and the arrays by their names in it."""
+        arrays = auxiliary.named(self.spec, mask_aux, score_aux)
         if self._retrace is None:
-            return self
+            return self, arrays
         types = auxiliary.dtypes("mask_aux", mask_aux), auxiliary.dtypes("score_aux", score_aux)
         kernel = self._of_types.get(types)
         if kernel is None:
             spec = auxiliary.concrete(self.spec, self._retrace, types)
             kernel = _kernel(spec, self.arch, self.layout, self.target, self._pinned)
             self._of_types[types] = kernel
-        return kernel
+        return kernel, arrays
 
     def programs(self, stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
         """What a call launches; the tuner overrides it."""
