@@ -128,8 +128,8 @@ def attention(
     softcap: float | None = None,
     mask_mod: Callable | None = None,
     score_mod: Callable | None = None,
-    mask_aux: tuple[Any, ...] | list[Any] | None = None,
-    score_aux: tuple[Any, ...] | list[Any] | None = None,
+    mask_aux: Aux = None,
+    score_aux: Aux = None,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
@@ -335,10 +335,10 @@ class Kernel:
         library = library_of(q)
         arrays = {"q": q, "k": k, "v": v}
         if self._reads or mask_aux is not None or score_aux is not None:
-            arrays |= auxiliary.named(self.spec, mask_aux, score_aux)
-            kernel = self._for(mask_aux, score_aux)
+            kernel, aux = self._for(mask_aux, score_aux)
             if kernel is not self:
                 return kernel.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+            arrays |= aux
         bound = self._bind(library, "forward", arrays, scale)
         o = library.empty(bound.o_shape, q)
         lse = library.empty(bound.lse_shape, q, float32=True)
@@ -374,11 +374,10 @@ class Kernel:
         arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse}
         if dlse is not None:
             arrays["dlse"] = dlse
-        if self._reads or mask_aux is not None or score_aux is not None:
-            arrays |= auxiliary.named(self.spec, mask_aux, score_aux)
-            kernel = self._for(mask_aux, score_aux)
-            if kernel is not self:
-                return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+        kernel, aux = self._for(mask_aux, score_aux)
+        if kernel is not self:
+            return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+        arrays |= aux
         bound = self._bind(library, "backward", arrays, scale)
         if dlse is None:
             arrays["dlse"] = library.zeros(bound.lse_shape, q)
@@ -399,17 +398,18 @@ class Kernel:
             launch_.launch(pointers, stream, bound.device)
         return dq, dk, dv
 
-    def _for(self, mask_aux: Aux, score_aux: Aux) -> Kernel:
-        """The kernel for arrays of these types: one object for each spec, by which ever functions it was asked for."""
+    def _for(self, mask_aux: Aux, score_aux: Aux) -> tuple[Kernel, dict[str, Any]]:
+        """The kernel for arrays of these types, one object for each spec; and the arrays by their names in it."""
+        arrays = auxiliary.named(self.spec, mask_aux, score_aux)
         if self._retrace is None:
-            return self
+            return self, arrays
         types = auxiliary.dtypes("mask_aux", mask_aux), auxiliary.dtypes("score_aux", score_aux)
         kernel = self._of_types.get(types)
         if kernel is None:
             spec = auxiliary.concrete(self.spec, self._retrace, types)
             kernel = _kernel(spec, self.arch, self.layout, self.target, self._pinned)
             self._of_types[types] = kernel
-        return kernel
+        return kernel, arrays
 
     def programs(self, stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
         """What a call launches; the tuner overrides it."""

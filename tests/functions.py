@@ -33,7 +33,7 @@ MASKS = {
 SCORES = {
     "softcap": scores.softcap(1.5),
     "alibi": scores.alibi,
-    "bias": lambda score, b, h, q_idx, kv_idx: score + 0.1 * fg.sin(q_idx * 0.7 - kv_idx) * (h + 1) / 2,
+    "wave": lambda score, b, h, q_idx, kv_idx: score + 0.1 * fg.sin(q_idx * 0.7 - kv_idx) * (h + 1) / 2,
     "gate": lambda score, b, h, q_idx, kv_idx: 2.5 * fg.sigmoid(score) + fg.minimum(score, 0.5 * b),
     "masking": lambda score, b, h, q_idx, kv_idx: fg.where((q_idx + kv_idx) % 3 == 0, score, -math.inf),
     "infinite": lambda score, b, h, q_idx, kv_idx: fg.log(abs(score)) + 0.001 / score,
@@ -92,6 +92,7 @@ def arrays_of(spec, batch, heads, seqlen_q, seqlen_k, seed=0):
 
 def traced(causal=False, mask=None, score=None, **more):
     """The fields of a Spec for names of this module."""
+    assert not (MASKS.keys() & READING_MASKS or SCORES.keys() & READING_SCORES)
     mods = {"mask_mod": (MASKS | READING_MASKS).get(mask), "score_mod": (SCORES | READING_SCORES).get(score)}
     causal, mask, score = variants.functions(causal, **mods, **more)
     return {"causal": causal, "mask": mask, "score": score}

@@ -80,6 +80,9 @@ def options(function: Callable) -> Callable:
 
 def draw(spec: Spec, sizes: Sizes) -> Drawing:
     """The mask and the score function of the spec, evaluated, and its blocks as the kernel's passes take them."""
+    if spec.arrays:
+        read = ", ".join(array.name for array in spec.arrays)
+        raise ValueError(f"{spec} reads arrays that only a call has: {read}; draw functions without arrays")
     spec = replace(spec, packed=1)
     names: dict[str, Any] = {
         **{name: getattr(sizes, name) for name in ("seqlen_q", "seqlen_k", "heads", "head", "batch")},

@@ -36,7 +36,7 @@ def test_arrays_of_every_type(kernel, inputs, aux, dtype):
     """Types that were not assumed make another kernel, of the same functions."""
     ids, bias = aux[0], aux[1].to(dtype)
     read = {"mask_ids": ids, "score_biases": bias}
-    functions = {name: getattr(kernel._for((ids,), (bias,)).spec, name) for name in ("causal", "mask", "score")}
+    functions = {name: getattr(kernel._for((ids,), (bias,))[0].spec, name) for name in ("causal", "mask", "score")}
 
     def attend(q, k, v):
         return kernel(q, k, v, return_lse=True, mask_aux=(ids,), score_aux=(bias,))
@@ -109,6 +109,13 @@ def test_arrays_for_no_function_are_refused(inputs, aux):
     q, k, v, _ = inputs
     refused(flashgen.attention, q, k, v, mask_aux=(aux[0],), mentions=["mask_aux has 1", "takes none"])
     refused(flashgen.compile(16, dtype="float16"), q, k, v, score_aux=(aux[1],), mentions=["score_aux has 1"])
+
+
+def test_more_batches_than_one_launch_has_are_refused_where_they_are_told_apart():
+    q = k = v = torch.zeros(65536, 1, 1, 16, dtype=torch.float16)
+    ids = torch.zeros(65536, 1, dtype=torch.int32)
+    options = {"mask_mod": masks.document, "mask_aux": (ids,)}
+    refused(flashgen.attention, q, k, v, **options, mentions=["batch = 65536", "split"])
 
 
 def test_a_function_that_has_changed_is_refused(inputs):

@@ -39,7 +39,7 @@ DRAWS = [
     Draw("chunked", {"causal": True, "mask_mod": masks.chunked(96)}),
     Draw("dilated", {"causal": True, "mask_mod": masks.dilated(3)}),
     Draw("strided", {"causal": True, "mask_mod": masks.strided(32)}),
-    Draw("by head", {"mask_mod": MASKS["by head"], "score_mod": SCORES["bias"]}),
+    Draw("by head", {"mask_mod": MASKS["by head"], "score_mod": SCORES["wave"]}),
     Draw("gate", {"causal": "top-left", "score_mod": SCORES["gate"]}),
     Draw("masking", {"score_mod": SCORES["masking"]}),
     Draw("root", {"causal": True, "window": (200, 50), "score_mod": SCORES["root"]}),

@@ -135,6 +135,11 @@ def test_a_score_function_shades_what_is_visible(score):
     np.testing.assert_array_equal(shades == 0, ~np.isfinite(drawing.scores))
 
 
+def test_functions_that_read_arrays_are_not_drawn():
+    with pytest.raises(ValueError, match="reads arrays that only a call has: mask_ids; draw functions without arrays"):
+        mask.draw(Spec(16, 16, **traced(True, "document")), SIZES)
+
+
 def test_a_picture_without_matplotlib_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     said = sentence("show", "--mask", "--png", tmp_path / "x.png")

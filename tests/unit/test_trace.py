@@ -194,3 +194,8 @@ def test_the_type_of_an_array_is_part_of_the_identity():
 def test_what_arrays_are_not(function, complaint):
     with pytest.raises((TypeError, ValueError, AttributeError), match=complaint):
         trace.mask(function)
+
+
+def test_a_truth_value_counts_as_a_number():
+    score = trace.score(lambda score, b, h, q_idx, kv_idx: kv_idx > q_idx)
+    assert score.text == "select(kv_idx > q_idx, 1.0, 0.0)"
