@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen import build
-from flashgen.api import Kernel, programs
 from flashgen.attention import backward as backward_nests
 from flashgen.attention import forward as forward_nest
 from flashgen.bench.grid import Cell
 from flashgen.bench.peers import Attend, Peer, first_line
 from flashgen.ir.nodes import Kernel as Nest
+from flashgen.kernel import Kernel, programs
 from flashgen.plan import planner
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate, Plan, Verdict

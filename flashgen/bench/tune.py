@@ -18,11 +18,11 @@ import click
 from rich.console import Console
 
 import flashgen
-from flashgen.api import current_arch
 from flashgen.bench import candidates, grid, regret, report
 from flashgen.bench.candidates import CandidatePeer, Problem
 from flashgen.bench.grid import Cell
 from flashgen.bench.run import BenchError, grid_options, make_console, require_gpu
+from flashgen.kernel import current_arch
 from flashgen.plan.arch import Arch, parse_arch
 from flashgen.runtime.compile import nvrtc_version
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from flashgen.runtime.arguments import without_memory
 
 if TYPE_CHECKING:
-    from flashgen.api import Kernel
+    from flashgen.kernel import Kernel
 
 
 def needs_autograd(*tensors: torch.Tensor) -> bool:

@@ -8,7 +8,9 @@ import support
 from test_api_refusals import refused
 
 import flashgen
-from flashgen import api, masks, scores
+from flashgen import masks, scores
+from flashgen.kernel import programs
+from flashgen.plan.arch import parse_arch
 from flashgen.runtime.arguments import Problem
 
 torch = pytest.importorskip("torch")
@@ -131,7 +133,7 @@ def test_a_function_that_has_changed_is_refused(inputs):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_what_a_kernel_is_told_of_arrays(kernel, arch):
     """Behind the other arrays, in the order of the call: an address, strides, and the last index of each axis."""
-    (program,) = api.programs("forward", kernel.spec, api.parse_arch(arch))
+    (program,) = programs("forward", kernel.spec, parse_arch(arch))
     assert program.tensors == ["q", "k", "v", "o", "lse", "mask_ids", "score_biases"]
     strides = dict.fromkeys("qkvo", (512, 64, 16)) | {"lse": (84, 21)}
     strides |= {"mask_ids": (1, 2, 1, 29), "score_biases": (0, 630, 30, 1, 1, 3, 20, 29)}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import api
-from flashgen.runtime import interpret
+from flashgen.kernel import Kernel
+from flashgen.runtime import interpret, launch
 from flashgen.runtime.arguments import row_strides
 from flashgen.runtime.arrays import LIBRARIES
 
@@ -205,9 +205,9 @@ def fake_gpu(kernel, monkeypatch):
     numpy = type(LIBRARIES["numpy"])
     monkeypatch.setattr(numpy, "device", lambda self, x: 0)
     monkeypatch.setattr(numpy, "stream", lambda self, device: 0)
-    monkeypatch.setattr(api.launch, "compute_capability", lambda device: (8, 0))
-    monkeypatch.setattr(api.launch, "multiprocessors", lambda device: 108)
-    kernel = api.Kernel(kernel.spec, kernel.arch, kernel.layout, "auto", False)
+    monkeypatch.setattr(launch, "compute_capability", lambda device: (8, 0))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 108)
+    kernel = Kernel(kernel.spec, kernel.arch, kernel.layout, "auto", False)
     last = types.SimpleNamespace(kernel=kernel)
 
     def programs(stage, spec, arch):

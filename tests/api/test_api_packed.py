@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import api
+from flashgen.kernel import Kernel, programs
 from flashgen.plan.arch import parse_arch
-from flashgen.runtime import tile_counters
+from flashgen.runtime import launch, tile_counters
 from flashgen.runtime.arrays import LIBRARIES
 from flashgen.runtime.program import MAX_TILES
+from flashgen.spec import Spec, parse_dtype
 
 HOPPER = (9, 0)
 
@@ -18,15 +19,15 @@ def gpu(monkeypatch):
     """A GPU that is only there until something is launched."""
     device = {"capability": HOPPER}
     monkeypatch.setattr(type(LIBRARIES["numpy"]), "device", lambda self, x: 0)
-    monkeypatch.setattr(api.launch, "compute_capability", lambda index: device["capability"])
-    monkeypatch.setattr(api.launch, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(launch, "compute_capability", lambda index: device["capability"])
+    monkeypatch.setattr(launch, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(tile_counters, "address", lambda stream, index: pytest.fail("nothing is launched here"))
     return device
 
 
 def kernel(head_dim=128, causal=True, layout="bshd", arch="sm_90a"):
-    spec = api.Spec(head_dim, head_dim, api.parse_dtype("float16"), causal)
-    return api.Kernel(spec, parse_arch(arch), layout, "auto", False)
+    spec = Spec(head_dim, head_dim, parse_dtype("float16"), causal)
+    return Kernel(spec, parse_arch(arch), layout, "auto", False)
 
 
 def array(seqlen, heads, head_dim, layout, batch=2):
@@ -103,7 +104,7 @@ def test_no_queries_are_no_tiles(gpu):
 
 def test_the_limit_counts_tiles_of_several_heads(gpu):
     """As many heads again fit one launch as share a tile."""
-    one, eight = (api.programs("forward", made, parse_arch("sm_90a"))[0] for made in specs(1, 8))
+    one, eight = (programs("forward", made, parse_arch("sm_90a"))[0] for made in specs(1, 8))
     sizes = {"seqlen_q": 1, "heads": 32768, "heads_kv": 4096, "group": 8, "batches": MAX_TILES // 32768 + 1}
     with pytest.raises(ValueError, match="tiles of queries exceed"):
         one._check_tiles({**one.stages.plan.sizes, **sizes})
@@ -113,13 +114,13 @@ def test_the_limit_counts_tiles_of_several_heads(gpu):
 
 
 def test_a_tile_never_reaches_into_another_group(gpu):
-    (program,) = api.programs("forward", specs(8)[0], parse_arch("sm_90a"))
+    (program,) = programs("forward", specs(8)[0], parse_arch("sm_90a"))
     with pytest.raises(ValueError, match="groups of 12 heads are no multiple of the 8 of a tile"):
         program._check_tiles({**program.stages.plan.sizes, "group": 12, "seqlen_q": 1, "heads": 24, "batches": 1})
 
 
 def specs(*packed):
-    return [api.Spec(128, 128, causal=True, packed=count) for count in packed]
+    return [Spec(128, 128, causal=True, packed=count) for count in packed]
 
 
 def test_explain_says_that_calls_may_pack():

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import api
+from flashgen.kernel import Kernel
 from flashgen.plan.arch import parse_arch
+from flashgen.runtime import launch
 from flashgen.runtime.arrays import LIBRARIES
 
 WHOLE = 2**8 * 3 * 5 * 7  # queries in whole blocks, whatever the plan's block_q is
@@ -60,10 +61,10 @@ def test_it_counts_what_a_call_allocates(arch, head_dim, monkeypatch):
     """NumPy arrays pass for arrays of a GPU, and the call is bound, but not launched."""
     numpy = LIBRARIES["numpy"]
     monkeypatch.setattr(type(numpy), "device", lambda self, x: 0)
-    monkeypatch.setattr(api.launch, "compute_capability", lambda device: parse_arch(arch).capability)
-    monkeypatch.setattr(api.launch, "multiprocessors", lambda device: 108)
+    monkeypatch.setattr(launch, "compute_capability", lambda device: parse_arch(arch).capability)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 108)
     spec = flashgen.compile(head_dim, dtype="float16").spec
-    kernel = api.Kernel(spec, parse_arch(arch), "bshd", "auto", True)
+    kernel = Kernel(spec, parse_arch(arch), "bshd", "auto", True)
     q, k, v = (np.zeros((2, n, heads, head_dim), np.float16) for n, heads in ((100, 6), (70, 2), (70, 2)))
     lse = np.zeros((2, 6, 100), np.float32)
     call = kernel._bind(numpy, "backward", {"q": q, "k": k, "v": v, "o": q, "dout": q, "lse": lse}, None)

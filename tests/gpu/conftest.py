@@ -24,7 +24,7 @@ def compile_to_disk(options):
 @pytest.fixture(scope="session")
 def compiled(request):
     """Fills the disk cache. A spec that fails here fails again, with its own message, in the test that needs it."""
-    from flashgen.api import current_arch
+    from flashgen.kernel import current_arch
 
     arch = current_arch().name
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]

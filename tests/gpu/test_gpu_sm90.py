@@ -131,7 +131,7 @@ def heads_in_tile(kernel):
 @pytest.fixture
 def fresh(spec, kernel):
     """A kernel object without calls, so that the last one is this test's; its programs are those of all."""
-    from flashgen.api import Kernel
+    from flashgen.kernel import Kernel
 
     return Kernel(kernel.spec, kernel.arch, kernel.layout, kernel.target, False)
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import flashgen
-from flashgen import api
+from flashgen.kernel import Kernel
+from flashgen.plan.arch import parse_arch
 from flashgen.runtime import launch, program, tensormap, tile_counters
 from flashgen.runtime.arrays import LIBRARIES
 
@@ -63,7 +64,7 @@ def calls_of(action):
 
 def test_a_repeated_call_of_a_kernel_takes_few_calls(launched):
     q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
-    kernel = api.Kernel(flashgen.compile(64, True, arch="sm_90a").spec, api.parse_arch("sm_90a"), "bshd", "auto", False)
+    kernel = Kernel(flashgen.compile(64, True, arch="sm_90a").spec, parse_arch("sm_90a"), "bshd", "auto", False)
     with torch.no_grad():
         # The fewest of some: results at addresses that were not seen before are packed first.
         names = min((calls_of(lambda: kernel(q, k, v)) for _ in range(20)), key=len)
@@ -72,7 +73,7 @@ def test_a_repeated_call_of_a_kernel_takes_few_calls(launched):
 
 
 def test_other_addresses_are_packed_again_and_other_shapes_are_checked_again(launched):
-    kernel = api.Kernel(flashgen.compile(64, True, arch="sm_90a").spec, api.parse_arch("sm_90a"), "bshd", "auto", False)
+    kernel = Kernel(flashgen.compile(64, True, arch="sm_90a").spec, parse_arch("sm_90a"), "bshd", "auto", False)
     q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
     wider = torch.randn(1, 64, 4, 64).bfloat16()
     for changed in (q, torch.randn(1, 64, 2, 64).bfloat16(), wider[:, :, ::2], wider[:, :, 1::2], q):

@@ -1,0 +1,49 @@
+"""What a kernel keeps of its calls, and what it reports of its programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flashgen.runtime.arguments import Problem
+
+if TYPE_CHECKING:
+    from flashgen.runtime.compile import Report
+    from flashgen.runtime.program import Bound, Program
+
+
+@dataclass
+class Call:
+    """One shape of call, ready: on the GPU with its launches, on the interpreter with none.
+
+    copied: the backward's inputs that its kernels cannot read in place.
+    """
+
+    problem: Problem
+    scale: float
+    o_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    device: int
+    backward: bool
+    copied: tuple[str, ...] = ()
+    launches: tuple[Bound, ...] | None = None
+    workspaces: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What ptxas says of a kernel, and its dynamic shared memory in bytes."""
+
+    registers: int
+    spills: int
+    shared_memory: int
+    compile_seconds: float
+    cached: bool
+    compiler: Report
+
+    @classmethod
+    def of(cls, program: Program) -> KernelReport:
+        report = program.cubin.report
+        spills = report.spill_stores + report.spill_loads
+        shared = program.stages.plan.shared_bytes
+        return cls(report.registers, spills, shared, report.seconds, report.cached, report)
