@@ -6,26 +6,10 @@ import math
 from collections.abc import Callable
 
 from flashgen.ir.dtype import F32
-from flashgen.ir.expr import FUNCTIONS, Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var, text
+from flashgen.ir.expr import FUNCTIONS, PRECEDENCE, Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var, text
 
 _C_OPERATORS = {"//": "/", "&": "&&", "|": "||"}
 _BRANCHLESS = {"//": "/"}
-_PRECEDENCE = {
-    "|": 1,
-    "&": 2,
-    "==": 3,
-    "!=": 3,
-    "<": 4,
-    "<=": 4,
-    ">": 4,
-    ">=": 4,
-    "+": 5,
-    "-": 5,
-    "*": 6,
-    "/": 6,
-    "//": 6,
-    "%": 6,
-}
 # Those of templates/device/common.cuh have no branch, which the products of wgmma would have to be waited for around.
 _FUNCTIONS = {
     "exp2": "exp2_approx",
@@ -40,7 +24,7 @@ _FUNCTIONS = {
     "sqrt": "sqrt_approx",
     "reciprocal": "reciprocal",
 }
-_SELECT_PRECEDENCE = 0
+_SELECTPRECEDENCE = 0
 _ATOM = 9
 
 Name = Callable[[str], str]
@@ -84,11 +68,11 @@ def _spell(
         return f"{_FUNCTIONS[expr.op]}({spelled(expr.x)})", _ATOM
     if isinstance(expr, Select):
         condition, *either = (spelled(part, 1) for part in (expr.condition, expr.x, expr.y))
-        return f"{condition} ? {' : '.join(either)}", _SELECT_PRECEDENCE
+        return f"{condition} ? {' : '.join(either)}", _SELECTPRECEDENCE
     assert isinstance(expr, Binary | Compare)
     if expr.op in FUNCTIONS:
         return f"{expr.op}({spelled(expr.x)}, {spelled(expr.y)})", _ATOM
-    level = _PRECEDENCE[expr.op]
+    level = PRECEDENCE[expr.op]
     return f"{spelled(expr.x, level)} {operators.get(expr.op, expr.op)} {spelled(expr.y, level + 1)}", level
 
 

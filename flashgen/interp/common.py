@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashgen.ir.dtype import BF16, F16, F32, DType
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var, text
+from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var, text
 
 Value = Any  # a Python or NumPy scalar, or an array that broadcasts with the others of its expression
 
@@ -182,15 +182,6 @@ INTEGER: dict[str, Callable[[int, int], int]] = {
     "max": max,
     "floor_div": lambda x, y: x // y,
     "floor_mod": lambda x, y: x % y,
-}
-
-COMPARE: dict[str, Callable[[Value, Value], Value]] = {
-    "<": lambda x, y: x < y,
-    "<=": lambda x, y: x <= y,
-    ">": lambda x, y: x > y,
-    ">=": lambda x, y: x >= y,
-    "==": lambda x, y: x == y,
-    "!=": lambda x, y: x != y,
 }
 
 

@@ -23,8 +23,8 @@ from collections.abc import Callable
 import numpy as np
 
 from flashgen.calculus import derivative
-from flashgen.interp.common import ARITHMETIC, COMPARE, gather
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Load, Select, Unary, Var
+from flashgen.interp.common import ARITHMETIC, gather
+from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Load, Select, Unary, Var
 
 
 def forward(q, k, v, *, causal=False, scale=None, mask=None, score=None, aux=None):

@@ -307,7 +307,8 @@ def evaluate(expr: Expr, values: Mapping[str, Any]) -> Any:
     raise TypeError(f"{text(expr)} is not a uniform integer expression")
 
 
-_PRECEDENCE = {
+# C's order, so that both spellings have the same brackets.
+PRECEDENCE = {
     "|": 1,
     "&": 2,
     "==": 3,
@@ -342,6 +343,6 @@ def text(expr: Expr, parent: int = 0) -> str:
     if isinstance(expr, Binary) and expr.op in FUNCTIONS:
         return f"{expr.op}({text(expr.x)}, {text(expr.y)})"
     assert isinstance(expr, Binary | Compare)
-    level = _PRECEDENCE[expr.op]
+    level = PRECEDENCE[expr.op]
     body = f"{text(expr.x, level)} {expr.op} {text(expr.y, level + 1)}"
     return f"({body})" if level < parent else body

@@ -192,19 +192,21 @@ def release_of_q(kernel):
     return next(s for s in statements(kernel.body) if isinstance(s, ArriveEmpty) and s.tile.buffer == "q_tile")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_reported(fault):
-    plant, message = FAULTS[fault]
-    spec = Spec(128, 128, causal=True)
-    nest = nests.backward(spec)
-    chosen = plan(nest, spec)
-    kernel, case = lower.run(nest, chosen), Problem(spec, 1, 2, 1, 400, 200)
-    before = prepared(case, chosen)
+def is_reported(fault, problem):
+    plant, message = fault
+    nest = nests.backward(problem.spec)
+    chosen = plan(nest, problem.spec)
+    kernel, before = lower.run(nest, chosen), prepared(problem, chosen)
     faulty = plant(kernel)
     assert faulty != kernel
     with pytest.raises((Hazard, Deadlock), match=message):
         for seed in range(8):
-            machine.run(faulty, chosen, copies(before), case.scalars, seed)
+            machine.run(faulty, chosen, copies(before), problem.scalars, seed)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_reported(fault):
+    is_reported(FAULTS[fault], Problem(Spec(128, 128, causal=True), 1, 2, 1, 400, 200))
 
 
 def test_a_tile_that_goes_from_warp_to_warp_needs_two_stages():
@@ -343,14 +345,4 @@ DIVIDED_FAULTS = {
 
 @pytest.mark.parametrize("fault", DIVIDED_FAULTS)
 def test_planted_faults_of_divided_work_are_reported(fault):
-    plant, message = DIVIDED_FAULTS[fault]
-    spec = wide(causal=True)
-    nest = nests.backward(spec)
-    chosen = plan(nest, spec)
-    kernel, case = lower.run(nest, chosen), Problem(spec, 1, 1, 1, 300, 100)
-    before = prepared(case, chosen)
-    faulty = plant(kernel)
-    assert faulty != kernel
-    with pytest.raises((Hazard, Deadlock), match=message):
-        for seed in range(8):
-            machine.run(faulty, chosen, copies(before), case.scalars, seed)
+    is_reported(DIVIDED_FAULTS[fault], Problem(wide(causal=True), 1, 1, 1, 300, 100))
