@@ -12,7 +12,7 @@ from flashgen.emit.wgmma import products
 from flashgen.ir.dtype import DType
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Note, Space, Stmt, name_of
 from flashgen.ir.visit import Body, statements
-from flashgen.machine.sm90 import mapped
+from flashgen.machine.sm90_facts import mapped
 from flashgen.plan.plan import Plan
 from flashgen.plan.smem import SWIZZLE_ALIGNMENT
 from flashgen.spec import Spec

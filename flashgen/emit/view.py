@@ -11,6 +11,7 @@ from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, 
 from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
 from flashgen.machine.sm80 import MmaSync
+from flashgen.machine.sm90_facts import arrivals, operands
 from flashgen.plan.plan import Plan
 
 Fields = dict[str, object]
@@ -75,7 +76,7 @@ class Names:
         """The parts of each shared tile that products read."""
         found: dict[str, set[str]] = {}
         for stmt in statements(self.kernel.body):
-            for item in sm90.operands(self.kernel, stmt) if isinstance(stmt, sm90.Wgmma) else ():
+            for item in operands(self.kernel, stmt) if isinstance(stmt, sm90.Wgmma) else ():
                 found.setdefault(item.tile.buffer, set()).add(item.part)
         return found
 
@@ -223,7 +224,7 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
     """What the statements of the sm90 family have beside their fields."""
     if isinstance(stmt, sm90.Wgmma):
         a = names.kernel.buffer(stmt.a if isinstance(stmt.a, str) else stmt.a.buffer)
-        *shared_a, b = sm90.operands(names.kernel, stmt)
+        *shared_a, b = operands(names.kernel, stmt)
         return {
             "instruction": instruction(stmt, names),
             "depth": a.shape[0 if stmt.transpose_a else 1].upper(),
@@ -270,7 +271,7 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
 
 def _initial(names: Names) -> list[Fields]:
     """The mbarriers with the arrivals that each expects."""
-    counts = sm90.arrivals(names.kernel, names.plan.computing_warps)
+    counts = arrivals(names.kernel, names.plan.computing_warps)
     found: list[Fields] = []
     for name, _, count in names.plan.barriers:
         tile, kind = name.rsplit("_", 1)

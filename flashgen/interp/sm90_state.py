@@ -10,6 +10,7 @@ import numpy as np
 from flashgen.interp.shared_memory import InFlight
 from flashgen.interp.warps import Block
 from flashgen.machine import sm90
+from flashgen.machine.sm90_facts import arrivals
 
 Stage = tuple[str, int]
 
@@ -59,5 +60,5 @@ class State:
 
 def state(block: Block) -> State:
     if "sm90" not in vars(block):
-        vars(block)["sm90"] = State(sm90.arrivals(block.kernel, block.plan.computing_warps))
+        vars(block)["sm90"] = State(arrivals(block.kernel, block.plan.computing_warps))
     return vars(block)["sm90"]

@@ -8,7 +8,8 @@ from flashgen.ir.visit import heads_in_tile, statements
 from flashgen.machine.base import MachineStmt, ReduceRows
 from flashgen.machine.sm80 import MmaSync
 from flashgen.machine.sm80_hazards import hazards
-from flashgen.machine.sm90 import PANEL, Wgmma, box, mapped
+from flashgen.machine.sm90 import PANEL, Wgmma
+from flashgen.machine.sm90_facts import box, mapped
 from flashgen.plan.plan import Plan
 
 

@@ -12,7 +12,7 @@ from flashgen.build import Stages
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import evaluate
 from flashgen.ir.nodes import Buffer, Space
-from flashgen.machine.sm90 import box, mapped
+from flashgen.machine.sm90_facts import box, mapped
 from flashgen.runtime import launch, tile_counters
 from flashgen.runtime.compile import Cubin, nvrtc
 from flashgen.runtime.launch import MAX_BLOCKS, Launcher

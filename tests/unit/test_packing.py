@@ -4,7 +4,7 @@ import pytest
 
 from flashgen import build, catalog
 from flashgen.ir.visit import heads_in_tile
-from flashgen.machine.sm90 import box
+from flashgen.machine.sm90_facts import box
 from flashgen.plan.arch import ARCHES
 from flashgen.plan.packing import fullness, heads_to_pack
 from flashgen.spec import Spec

@@ -5,7 +5,8 @@ from __future__ import annotations
 from flashgen.ir.nodes import For, If, Kernel, Stmt, Tile
 from flashgen.ir.visit import Body, statements
 from flashgen.lower.sm90.roles import behind_lets, for_each_tile, in_role, within
-from flashgen.machine.sm90 import OWN_ROWS, Describe, Wgmma, operands
+from flashgen.machine.sm90 import OWN_ROWS, Describe, Wgmma
+from flashgen.machine.sm90_facts import operands
 from flashgen.plan.plan import Plan
 
 
