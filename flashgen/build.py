@@ -14,7 +14,7 @@ from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.printer import kernel_text
-from flashgen.plan import packing, planner, sm90_backward
+from flashgen.plan import packing, planner, sm90_backward, tuned
 from flashgen.plan.arch import TOY, Arch, check_real, portable_record
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
@@ -59,7 +59,8 @@ def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The forward's one kernel; heads are packed where the chip's own family has it."""
     own = _forward_arch(spec, arch)
-    return (_forward(spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1), own),)
+    planned = spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1, length="")
+    return (_forward(planned, own),)
 
 
 def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
@@ -72,6 +73,17 @@ def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
         return _forward_plan(replace(spec.forward(), packed=packed), own).sizes["block_q"]
 
     return packing.heads_to_pack(seqlen_q, group, block_q)
+
+
+def for_sizes(spec: Spec, arch: Arch, seqlen_q: int, seqlen_k: int, group: int) -> Spec:
+    """The spec of the forward that suits a call: as many heads in a tile as there is room for, else its length.
+
+    group: query heads of one key head.
+    """
+    packed = heads_to_pack(spec, arch, seqlen_q, group)
+    if packed > 1:
+        return replace(spec, packed=packed)
+    return replace(spec, length=tuned.length("attention_forward", spec, _forward_arch(spec, arch), seqlen_k))
 
 
 @cache
@@ -127,9 +139,9 @@ def _backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
 
 
 def backward_spec(spec: Spec, arch: Arch) -> Spec:
-    """What the backward of a spec is made for: no packed heads; deterministic where dQ has its own kernel."""
+    """What the backward of a spec is made for: any length, one head in a tile; deterministic where dQ is made apart."""
     apart = arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v)
-    return replace(spec, packed=1, deterministic=spec.deterministic or apart)
+    return replace(spec, packed=1, length="", deterministic=spec.deterministic or apart)
 
 
 def backward_with(spec: Spec, main: Plan, dq: Plan | None = None) -> tuple[Stages, ...]:

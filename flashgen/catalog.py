@@ -35,6 +35,10 @@ SPECS = (
     Spec(192, 128, BF16, causal=True),  # values narrower than keys
     Spec(128, 128, BF16, causal=True, deterministic=True),
     Spec(128, 128, BF16, causal=True, packed=8),  # few queries of grouped heads
+    Spec(64, 64, BF16, causal=True, length="short"),  # tiles that suit few or many keys, and the others not
+    Spec(256, 256, BF16, causal=False, length="short"),
+    Spec(128, 128, BF16, causal=False, length="long"),
+    Spec(128, 128, BF16, causal=True, length="long"),
     with_functions(True, softcap=50.0),
     with_functions(True, score_mod=scores.alibi),
     with_functions(False, window=(1024, 0)),
@@ -46,11 +50,16 @@ HOPPER = ARCHES["sm_90a"]  # whose text is kept for the kernels of its own famil
 COMPILED = tuple(ARCHES[name] for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_120"))
 
 
+def forward_only(spec: Spec) -> bool:
+    """True for a spec that only Hopper's forward heeds: of others there is no kernel of its own to show."""
+    return spec.packed > 1 or bool(spec.length)
+
+
 def files(spec: Spec) -> dict[str, str]:
-    """The files that generated/ holds for a spec: path below generated/ -> text. Of a packed one, its forward alone."""
+    """The files that generated/ holds for a spec: path below generated/ -> text."""
     texts = {}
     made = (*build.everything(spec, SHOWN).values(), *build.everything(spec, HOPPER).values())
-    if spec.packed > 1:
+    if forward_only(spec):
         made = build.forward(spec, HOPPER)
     for stages in (item for item in made if item.plan.arch in (SHOWN, HOPPER)):
         path = f"{stages.plan.arch.family}/{spec}/{stages.tile.name}"

@@ -348,18 +348,19 @@ class Kernel:
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
             arch = portable_record(arch)
         spec = replace(self.spec, aligned=aligned)
-        made = self.programs(stage, self._packed(spec, arch, problem) if stage == "forward" else spec, arch)
+        made = self.programs(stage, self._for_sizes(spec, arch, problem) if stage == "forward" else spec, arch)
         call.launches = self._launches(stage, made, call, strides | read)
         return call
 
-    def _packed(self, spec: Spec, arch: Arch, problem: Problem) -> Spec:
-        """The spec of a forward, with as many heads in a tile as its queries leave room for."""
+    def _for_sizes(self, spec: Spec, arch: Arch, problem: Problem) -> Spec:
+        """The spec of a forward of these sizes."""
         from flashgen import build
 
-        packed = build.heads_to_pack(spec, arch, problem.seqlen_q, problem.heads // problem.heads_kv)
-        if packed > 1:
-            log.debug("%s: %d heads share a tile of queries", self, packed)
-        return replace(spec, packed=packed)
+        group = problem.heads // problem.heads_kv
+        suited = build.for_sizes(spec, arch, problem.seqlen_q, problem.seqlen_k, group)
+        if suited != spec:
+            log.debug("%s: a call of %d queries and %d keys takes %s", self, problem.seqlen_q, problem.seqlen_k, suited)
+        return suited
 
     def _launches(self, stage: str, made: tuple[Program, ...], call: Call, strides: dict) -> tuple[Bound, ...]:
         """Bind each program to the strides of its arrays, and note the workspaces."""

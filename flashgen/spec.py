@@ -11,6 +11,7 @@ from flashgen.ir.expr import Expr
 
 MAX_HEAD_DIM = 256
 MAX_PACKED = 64
+LENGTHS = ("", "short", "long")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Spec:
     aligned: rows of all inputs start on 16-byte boundaries, so that tiles are copied 16 bytes at a time.
     packed: query heads of one key head that share a tile of queries in the forward; a power of two that divides the
         group, up to 64. Only Hopper's forward packs, the others take it for 1.
+    length: "short" or "long" for a tile that was measured to suit few or many keys (plan/tuned.py), "" for the usual
+        one. Every kernel is right for every length.
     mask: which keys a query sees, among those that `causal` shows it; None for all of them.
     score: what takes the place of each scaled score; None for the score itself.
     """
@@ -59,6 +62,7 @@ class Spec:
     deterministic: bool = False
     aligned: bool = True
     packed: int = 1
+    length: str = ""
     mask: Function | None = None
     score: Function | None = None
 
@@ -72,6 +76,8 @@ class Spec:
                 )
         if self.packed not in (1, 2, 4, 8, 16, 32, MAX_PACKED):
             raise ValueError(f"packed = {self.packed} must be a power of two up to {MAX_PACKED}")
+        if self.length not in LENGTHS:
+            raise ValueError(f"length = {self.length!r} must be one of {LENGTHS}")
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -88,6 +94,7 @@ class Spec:
         flags += ["deterministic"] * self.deterministic
         flags += [] if self.aligned else ["unaligned"]
         flags += [f"packed{self.packed}"] if self.packed > 1 else []
+        flags += [self.length] if self.length else []
         return "_".join([dims, self.dtype.cuda, *flags])
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen import build
@@ -16,11 +16,11 @@ from flashgen.bench.grid import Cell
 from flashgen.bench.peers import Attend, Peer, first_line
 from flashgen.ir.nodes import Kernel as Nest
 from flashgen.kernel import Kernel, programs
-from flashgen.plan import planner
+from flashgen.plan import planner, tuned
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate, Plan, Verdict
 from flashgen.runtime.program import Program
-from flashgen.spec import Spec
+from flashgen.spec import LENGTHS, Spec
 
 NESTS = {
     "attention_forward": forward_nest.forward,
@@ -46,6 +46,17 @@ class Problem:
     def direction(self) -> str:
         """Which of the harness's directions launches the kernel."""
         return "fwd" if self.kernel == "attention_forward" else "bwd"
+
+    def at(self, seqlen_k: int) -> Problem:
+        """The problem of calls with so many keys."""
+        return self._of(tuned.length(self.kernel, self.spec, self.arch, seqlen_k))
+
+    def _of(self, length: str) -> Problem:
+        return replace(self, spec=replace(self.spec, length=length))
+
+    def choices(self) -> list[Candidate]:
+        """The planner's present choices for all lengths."""
+        return list(dict.fromkeys(self._of(length).plan().candidate for length in LENGTHS))
 
     def plan(self) -> Plan:
         """The planner's present choice, with every candidate's verdict."""
@@ -119,10 +130,10 @@ class _GivenKernel(Kernel):
 
 
 def entrants(problem: Problem, chip: Arch, top: int | None) -> list[CandidatePeer]:
-    """The best candidates by the cost model, or all that fit, and the present choice in any case; not yet compiled."""
-    plan = problem.plan()
-    fitting = [verdict for verdict in plan.verdicts if not verdict.rejection]
-    chosen = [verdict for verdict in fitting[top:] if verdict.candidate == plan.candidate] if top else []
+    """The best candidates by the cost model, or all that fit, and the present choices in any case; not yet compiled."""
+    choices = problem.choices()
+    fitting = [verdict for verdict in problem.plan().verdicts if not verdict.rejection]
+    chosen = [verdict for verdict in fitting[top:] if verdict.candidate in choices] if top else []
     return [CandidatePeer(problem, verdict, chip) for verdict in [*fitting[:top], *chosen]]
 
 

@@ -47,7 +47,7 @@ def _sound(cell: Cell) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Group:
-    """The cells of one kernel, head_dim and mask, by length: plan/tuned.py has one line for all of them."""
+    """The cells of one kernel, head_dim and mask that share a line in plan/tuned.py, by length."""
 
     about: dict[str, Any]
     problem: Problem
@@ -109,19 +109,18 @@ class Group:
 
 
 def groups(results: Results) -> list[Group]:
-    """The cells by kernel, head_dim and mask, forward first."""
-    found: dict[tuple, list[Cell]] = {}
-    for cell in results["cells"]:
-        found.setdefault((cell["direction"], cell["head_dim"], cell["causal"], cell["kernel"]), []).append(cell)
-    arch, answer = parse_arch(results["about"]["arch"]), []
-    for (direction, head_dim, causal, kernel), cells in sorted(found.items(), key=lambda item: _place(*item[0])):
-        made = next(item for item in problems(direction, head_dim, causal, arch) if item.kernel == kernel)
-        answer.append(Group(results["about"], made, sorted(cells, key=lambda cell: cell["seqlen"])))
-    return answer
+    """The cells by kernel, head_dim, mask and the length that they count as, forward first, shorter ones first."""
+    arch = parse_arch(results["about"]["arch"])
+    found: dict[Problem, list[Cell]] = {}
+    for cell in sorted(results["cells"], key=_place):
+        made = problems(cell["direction"], cell["head_dim"], cell["causal"], arch)
+        problem = next(item for item in made if item.kernel == cell["kernel"]).at(cell["seqlen"])
+        found.setdefault(problem, []).append(cell)
+    return [Group(results["about"], problem, cells) for problem, cells in found.items()]
 
 
-def _place(direction: str, head_dim: int, causal: bool, kernel: str) -> tuple:
-    return direction != "fwd", head_dim, causal, kernel
+def _place(cell: Cell) -> tuple:
+    return cell["direction"] != "fwd", cell["head_dim"], cell["causal"], cell["kernel"], cell["seqlen"]
 
 
 def table(made: Sequence[Group], card: str) -> Table:
@@ -173,7 +172,7 @@ def failures(made: Sequence[Group]) -> Iterator[str]:
 
 def line(cell: Cell, problem: Problem) -> str:
     """A cell on one line, for the log while the tuner runs."""
-    choice, best = str(problem.plan().candidate), fastest(cell)
+    choice, best = str(problem.at(cell["seqlen"]).plan().candidate), fastest(cell)
     value, careful = regret(cell, choice), sum("ms" in record for record in cell["results"].values())
     text = f"{problem.kernel} {problem.spec} {cell['seqlen']}: {careful} timed of {len(cell['results'])}; "
     text += f"{_time(cell, choice)} ms, {'not timed' if value is None else _text(value)} behind"

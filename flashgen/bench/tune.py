@@ -101,7 +101,7 @@ class Tuner:
         from flashgen.bench.measure import ContextLost
 
         try:
-            entry = self.harness.measure(cell, peers, MARGIN, [str(problem.plan().candidate)])
+            entry = self.harness.measure(cell, peers, MARGIN, [str(problem.at(cell.seqlen).plan().candidate)])
         except ContextLost as lost:
             self.results["broken"][f"{kernels} {lost.peer}"] = str(lost)
             report.save(self.results, self.output)

@@ -15,7 +15,7 @@ from flashgen import build, variants
 from flashgen.build import Stages
 from flashgen.plan.arch import ARCHES, Arch, parse_arch, with_shared_memory
 from flashgen.plan.planner import PlanError
-from flashgen.spec import Function, Spec, parse_dtype
+from flashgen.spec import LENGTHS, Function, Spec, parse_dtype
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 FUNCTIONS = tuple(inspect.signature(variants.functions).parameters)
@@ -50,6 +50,7 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
         click.option("--packed", type=int, default=1, help="Query heads that share a tile, on sm_90a: 2, 4 ... 64."),
+        click.option("--length", type=click.Choice(LENGTHS[1:]), help="For few or many keys, where tiles differ."),
         click.option("--arch", default="sm_80", show_default=True, help=f"{', '.join(ARCHES)}."),
         click.option("--sram", type=ByteCount(), help="Pretend that a block has this much shared memory: 64KiB, 96K."),
         click.option(
@@ -80,6 +81,7 @@ def parse_problem(
     dtype: str,
     deterministic: bool,
     packed: int,
+    length: str | None,
     arch: str,
     sram: int | None,
 ) -> tuple[Spec, Arch]:
@@ -91,7 +93,8 @@ def parse_problem(
     if file is not None and given:
         raise ValueError(f"{', '.join(given)} cannot be given beside {file}, whose `options` say all; change it there")
     causal, mask, score = variants.functions(**{"causal": False} | given) if file is None else functions_of(file)
-    spec = Spec(head_dim, width, parse_dtype(dtype), causal, deterministic, packed=packed, mask=mask, score=score)
+    dims = (head_dim, width, parse_dtype(dtype))
+    spec = Spec(*dims, causal, deterministic, packed=packed, length=length or "", mask=mask, score=score)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)
 

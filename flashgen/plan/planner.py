@@ -36,7 +36,7 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
         source += ", without the mask and score functions"
     source += ", with one head in a tile" * (spec.packed > 1 and source.startswith("measurement"))
     made = make(kernel, spec, arch, chosen)
-    variants = (*made.variants, *_unguarded(kernel))
+    variants = (*made.variants, *tuned.by_length(kernel.name, spec, arch), *_unguarded(kernel))
     return replace(made, verdicts=tuple(verdicts), source=source, variants=variants)
 
 

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate
 from flashgen.spec import Spec
 
 WIDTH = 100  # of a command in a line
-Key = tuple[str, str, int, int, bool]
+Key = tuple[str, str, int, int, bool, str]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Measured:
     """The choice of one candidate, by all that tells candidates apart.
 
     stages: the depth of every staged buffer, in the candidate's order. split: warps along the columns of the scores.
-    traits: the candidate's.
+    traits: the candidate's. limit: of a line for short sequences the most keys that it holds for, of one for long ones
+    the fewest.
     """
 
     blocks: tuple[tuple[str, int], ...]
@@ -30,6 +31,7 @@ class Measured:
     note: str
     split: int = 1
     traits: tuple[str, ...] = ()
+    limit: int = 0
 
     def matches(self, candidate: Candidate) -> bool:
         """True for the candidate with these blocks, warps, stages, split and traits."""
@@ -38,49 +40,85 @@ class Measured:
         return own == (dict(candidate.blocks), *theirs)
 
 
-# (arch, kernel, head_dim, head_dim_v, causal) -> choice
+# (arch, kernel, head_dim, head_dim_v, causal, length of the Spec) -> choice
 TABLE: dict[Key, Measured] = {
-    ("sm_90a", "attention_forward", 64, 64, False): Measured(
+    ("sm_90a", "attention_forward", 64, 64, False, ""): Measured(
         (("block_q", 192), ("block_kv", 128)),
         16,
-        (2, 2),
-        "NVIDIA H200, 2026-11-30, 487 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 64 --full --seqlen 4096",
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 350 to 535 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --full --preset full --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 64, 64, True): Measured(
+    ("sm_90a", "attention_forward", 64, 64, True, ""): Measured(
         (("block_q", 192), ("block_kv", 128)),
         16,
-        (2, 2),
-        "NVIDIA H200, 2026-11-30, 443 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 4096",
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 367 to 508 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --causal --preset spine --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 128, 128, False): Measured(
+    ("sm_90a", "attention_forward", 64, 64, True, "short"): Measured(
+        (("block_q", 128), ("block_kv", 160)),
+        12,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 212 to 296 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 512 --seqlen 1024 --rounds 3",
+        traits=("dynamic", "in turns", "guessed maximum"),
+        limit=1024,
+    ),
+    ("sm_90a", "attention_forward", 128, 128, False, ""): Measured(
         (("block_q", 128), ("block_kv", 128)),
         12,
-        (2, 2),
-        "NVIDIA H200, 2026-11-30, 639 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 128 --full --seqlen 4096",
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 462 to 639 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 128 --full --preset full --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 128, 128, True): Measured(
+    ("sm_90a", "attention_forward", 128, 128, False, "long"): Measured(
+        (("block_q", 192), ("block_kv", 80)),
+        16,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 660 to 665 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 128 --full --preset spine --rounds 3",
+        traits=("persistent", "in turns", "guessed maximum"),
+        limit=8192,
+    ),
+    ("sm_90a", "attention_forward", 128, 128, True, ""): Measured(
         (("block_q", 128), ("block_kv", 128)),
         12,
-        (2, 2),
-        "NVIDIA H200, 2026-11-30, 620 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 128 --causal --seqlen 4096",
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 337 to 522 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 128 --causal --preset full --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 256, 256, False): Measured(
+    ("sm_90a", "attention_forward", 128, 128, True, "long"): Measured(
+        (("block_q", 128), ("block_kv", 160)),
+        12,
+        (2, 2),
+        "NVIDIA H200, 2026-12-02, 577 to 658 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 128 --causal --preset spine --rounds 3",
+        traits=("dynamic", "in turns", "guessed maximum"),
+        limit=4096,
+    ),
+    ("sm_90a", "attention_forward", 256, 256, False, ""): Measured(
         (("block_q", 128), ("block_kv", 80)),
         12,
         (2, 2),
-        "NVIDIA H200, 2026-11-30, 701 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 256 --full --seqlen 4096",
-        traits=("dynamic", "in turns", "guessed maximum"),
+        "NVIDIA H200, 2026-12-02, 596 to 735 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 256 --full --preset full --rounds 3",
+        traits=("persistent", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 256, 256, True): Measured(
+    ("sm_90a", "attention_forward", 256, 256, False, "short"): Measured(
+        (("block_q", 128), ("block_kv", 64)),
+        12,
+        (2, 2),
+        "NVIDIA H200, 2026-12-02, 489 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 256 --full --seqlen 512 --rounds 3",
+        traits=("persistent", "in turns", "guessed maximum"),
+        limit=512,
+    ),
+    ("sm_90a", "attention_forward", 256, 256, True, ""): Measured(
         (("block_q", 128), ("block_kv", 80)),
         12,
         (2, 2),
@@ -92,8 +130,34 @@ TABLE: dict[Key, Measured] = {
 
 
 def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:
-    """The measured choice for a kernel, or None."""
-    return TABLE.get(_key(kernel, spec, arch))
+    """The measured choice for a kernel, or None; the usual one for a length without a line of its own."""
+    return TABLE.get(_key(kernel, spec, arch)) or TABLE.get(_key(kernel, replace(spec, length=""), arch))
+
+
+def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
+    """The `length` of the Spec that a call with so many keys should take.
+
+    Measured without mask and score functions and with one head in a tile: others take the usual tile at every length.
+    """
+    if spec.mask or spec.score or spec.packed > 1:
+        return ""
+    short, long = (TABLE.get(_key(kernel, replace(spec, length=name), arch)) for name in ("short", "long"))
+    if short and seqlen_k <= short.limit:
+        return "short"
+    return "long" if long and seqlen_k >= long.limit else ""
+
+
+def by_length(kernel: str, spec: Spec, arch: Arch) -> list[str]:
+    """A sentence for each length that has a tile of its own; none for what takes the usual one at every length."""
+    if spec.length or spec.mask or spec.score or spec.packed > 1:
+        return []
+    found = []
+    for name, words in (("short", "of up to {} keys"), ("long", "of {} keys and more")):
+        other = TABLE.get(_key(kernel, replace(spec, length=name), arch))
+        if other:
+            tile = " x ".join(f"{block.removeprefix('block_')} {size}" for block, size in other.blocks)
+            found.append(f"calls {words.format(other.limit)} take a tile of {tile} (--length {name} shows it)")
+    return found
 
 
 def line(kernel: str, spec: Spec, arch: Arch, candidate: Candidate, figure: str, command: str) -> str:
@@ -104,9 +168,11 @@ def line(kernel: str, spec: Spec, arch: Arch, candidate: Candidate, figure: str,
     items[-1] += ","
     items += [f"split={candidate.split},"] * (candidate.split != 1)
     items += [f"traits={candidate.traits!r},"] * bool(candidate.traits)
+    present = TABLE.get(_key(kernel, spec, arch))
+    items += [f"limit={present.limit},"] if present and present.limit else []
     text = "".join(f"        {item}\n" for item in items)
     return f"    {_key(kernel, spec, arch)!r}: Measured(\n{text}    ),".replace("'", '"')
 
 
 def _key(kernel: str, spec: Spec, arch: Arch) -> Key:
-    return arch.name, kernel, spec.head_dim, spec.head_dim_v, spec.causal
+    return arch.name, kernel, spec.head_dim, spec.head_dim_v, spec.causal, spec.length
