@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from flashgen.bench.grid import Cell
+from flashgen.bench.variants import VARIANTS, modification
 
 Attend = Callable[[Any, Any, Any], Any]
 
@@ -23,7 +24,8 @@ class Peer:
     """One implementation of exact attention.
 
     `name` is the key in tables and files; `default` says whether it is timed when nobody asks for it by name;
-    `backward` whether it has gradients; `max_head_dim` the largest head dim that it takes.
+    `backward` whether it has gradients; `max_head_dim` the largest head dim that it takes; `variants` which of
+    `variants.VARIANTS` it can do.
     """
 
     name = ""
@@ -31,6 +33,7 @@ class Peer:
     default = True
     backward = True
     max_head_dim = 256
+    variants: tuple[str, ...] = ()
 
     def version(self) -> str:
         """The version of the package that holds the kernels."""
@@ -46,7 +49,7 @@ class Peer:
             return "forward only"
         if cell.head_dim > self.max_head_dim:
             return f"head_dim at most {self.max_head_dim}"
-        return ""
+        return f"no {cell.variant}" if cell.variant and cell.variant not in self.variants else ""
 
     def adapt(self, tensor: Any) -> Any:
         """A view, in the peer's layout, of a (batch, seqlen, heads, head_dim) tensor."""
@@ -76,6 +79,7 @@ class Flashgen(Peer):
 
     name = "flashgen"
     title = "flashgen"
+    variants = tuple(VARIANTS)
 
     def version(self) -> str:
         return _version("flashgen")
@@ -85,7 +89,8 @@ class Flashgen(Peer):
 
     def bind(self, cell: Cell) -> Attend:
         attend, causal = importlib.import_module("flashgen").attention, cell.causal
-        return lambda q, k, v: attend(q, k, v, causal=causal)
+        options = modification(cell, device()).options
+        return lambda q, k, v: attend(q, k, v, causal=causal, **options)
 
 
 class _HeadsFirst(Peer):
@@ -139,6 +144,7 @@ class Flex(_HeadsFirst):
     name = "flex"
     title = "flex attention"
     default = False
+    variants = tuple(VARIANTS)
 
     def version(self) -> str:
         return f"torch {_version('torch')}, triton {_version('triton')}"
@@ -148,15 +154,18 @@ class Flex(_HeadsFirst):
 
     def bind(self, cell: Cell) -> Attend:
         import torch
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
         torch._dynamo.reset()  # a fresh compile a cell, or the limit on recompiles sends it to the slow path
         compiled = torch.compile(flex_attention, dynamic=False)
+        changed, sees = modification(cell, device()), (lambda b, h, q, kv: q >= kv)
+        if changed.mask:
+            sees = and_masks(sees, changed.mask) if cell.causal else changed.mask
         mask = None
-        if cell.causal:
-            length, device = cell.seqlen, "cuda" if torch.cuda.is_available() else "cpu"
-            mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, length, length, device=device)
-        return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+        if cell.causal or changed.mask:
+            batch = cell.batch if cell.variant == "document" else None
+            mask = create_block_mask(sees, batch, None, cell.seqlen, cell.seqlen, device=device())
+        return lambda q, k, v: compiled(q, k, v, score_mod=changed.score, block_mask=mask)
 
 
 class _FlashAttn(Peer):
@@ -164,6 +173,7 @@ class _FlashAttn(Peer):
 
     module = ""
     package = ""
+    variants = ("softcap", "window")
 
     def version(self) -> str:
         return f"{self.package} {_version(self.package)}"
@@ -173,9 +183,10 @@ class _FlashAttn(Peer):
 
     def bind(self, cell: Cell) -> Attend:
         attend, causal = importlib.import_module(self.module).flash_attn_func, cell.causal
+        keywords = modification(cell, device()).keywords or {}
 
         def call(q: Any, k: Any, v: Any) -> Any:
-            result = attend(q, k, v, causal=causal)
+            result = attend(q, k, v, causal=causal, **keywords)
             return result[0] if isinstance(result, (tuple, list)) else result
 
         return call
@@ -219,6 +230,12 @@ def choose(names: Sequence[str] | None = None) -> tuple[list[Peer], dict[str, st
     wanted = [peer for peer in known.values() if (peer.name in names if names else peer.default)]
     reasons = {peer.name: peer.available() for peer in wanted}
     return [peer for peer in wanted if not reasons[peer.name]], {name: why for name, why in reasons.items() if why}
+
+
+def device() -> str:
+    """Where the tensors of a cell are."""
+    torch = importlib.import_module("torch")
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _version(package: str) -> str:

@@ -113,7 +113,7 @@ def table(results: dict[str, Any]) -> Table:
 
 def _row(cell: dict[str, Any], names: Sequence[str], against_fa2: bool) -> list[str]:
     fastest = max((rate for name in names if (rate := tflops(cell, name)) is not None), default=0.0)
-    row = [cell["direction"], str(cell["head_dim"]), "causal" if cell["causal"] else "full", str(cell["seqlen"])]
+    row = [cell["direction"], str(cell["head_dim"]), mask(cell), str(cell["seqlen"])]
     row += [entry(cell, name, fastest) for name in names]
     if OWN in names:
         row.append(_number(ratio(cell, best_peer(cell))))
@@ -169,7 +169,12 @@ def failures(results: dict[str, Any]) -> list[str]:
 
 def label(cell: dict[str, Any]) -> str:
     """A cell in a few words."""
-    return f"{cell['direction']} d{cell['head_dim']} {'causal' if cell['causal'] else 'full'} {cell['seqlen']}"
+    return f"{cell['direction']} d{cell['head_dim']} {mask(cell)} {cell['seqlen']}"
+
+
+def mask(cell: dict[str, Any]) -> str:
+    """The mask of a cell, and its variant."""
+    return ("causal" if cell["causal"] else "full") + (f" {cell['variant']}" if cell.get("variant") else "")
 
 
 def line(cell: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flashgen.bench import grid, report
 from flashgen.bench.peers import Peer, choose
 from flashgen.bench.plot import plot
+from flashgen.bench.variants import VARIANTS
 
 DEVICE = "cuda"
 
@@ -42,6 +43,7 @@ def run(
     head_dims: Sequence[int] | None = None,
     seqlens: Sequence[int] | None = None,
     causal: Sequence[bool] | None = None,
+    variants: Sequence[str] = (),
     rounds: int = 7,
     out: str | Path = "bench-results",
     seed: int = 0,
@@ -61,7 +63,7 @@ def run(
     require_gpu()
     console = console or make_console()
     try:
-        cells = grid.cells(preset, directions, head_dims, causal, seqlens)
+        cells = grid.cells(preset, directions, head_dims, causal, seqlens, variants)
         chosen, missing = choose(peers)
     except ValueError as error:
         raise BenchError(str(error)) from None
@@ -119,7 +121,8 @@ def measure_all(
             progress.advance(task)
         results["cublas_tflops"]["after"] = heater.rate(100)
         progress.update(task, description="host time")
-        for head_dim, causal in dict.fromkeys((c.head_dim, c.causal) for c in cells if c.direction == "fwd"):
+        plain = [cell for cell in cells if cell.direction == "fwd" and not cell.variant]
+        for head_dim, causal in dict.fromkeys((cell.head_dim, cell.causal) for cell in plain):
             case = f"d{head_dim} {'causal' if causal else 'full'}"
             results["host_us"][case] = dict(harness.host_us(chosen, head_dim, causal))
 
@@ -183,6 +186,7 @@ def grid_options(function: Callable) -> Callable:
 
 @click.command("bench")
 @grid_options
+@click.option("--variant", type=click.Choice(list(VARIANTS)), multiple=True, help="Time these instead. Repeatable.")
 @click.option("--peers", "names", metavar="NAMES", help=PEERS_HELP)
 @click.option("--rounds", type=click.IntRange(5), default=7, show_default=True, help="Rounds; the median counts.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs and of the order of competitors.")
@@ -190,6 +194,7 @@ def grid_options(function: Callable) -> Callable:
 def command(
     preset: str,
     direction: tuple[str, ...],
+    variant: tuple[str, ...],
     names: str | None,
     head_dim: tuple[int, ...],
     seqlen: tuple[int, ...],
@@ -206,6 +211,7 @@ def command(
     \b
     python -m flashgen bench --preset quick
     python -m flashgen bench --direction fwd --head-dim 128 --causal --peers flashgen,fa2
+    python -m flashgen bench --variant softcap --variant document --seqlen 4096 --peers flashgen,flex,fa4
     """
     try:
         results = run(
@@ -215,6 +221,7 @@ def command(
             head_dim or None,
             seqlen or None,
             None if causal is None else (causal,),
+            variant,
             rounds,
             out,
             seed,

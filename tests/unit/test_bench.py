@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from flashgen.bench import grid, peers, report, run
+from flashgen.bench import grid, peers, report, run, variants
 from flashgen.bench.grid import Cell
 
 torch = pytest.importorskip("torch")
@@ -354,3 +354,46 @@ def test_help_needs_no_torch():
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
     assert "--preset" in answer.stdout
+
+
+# --- variants ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seqlen", [24, 32])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("variant", list(variants.VARIANTS))
+def test_a_variant_is_what_its_functions_of_torch_tensors_say(small, monkeypatch, variant, direction, seqlen):
+    """flashgen's options, on the interpreter, against the definition; the unmodified attention is told from it."""
+    monkeypatch.setattr(variants, "WINDOW", 4)
+    monkeypatch.setattr(variants, "DOCUMENTS", 3)
+    cell = Cell(direction, 16, variants.CAUSAL[variant], seqlen, variant)
+    plain = FakePeer("plain")
+    plain.variants = (variant,)
+    monkeypatch.setattr(variants, "SOFTCAP", 0.5)  # or random scores would be nearly the same
+    results = harness().measure(cell, [peers.Flashgen(), plain, FakePeer("no")])["results"]
+    assert len(results["flashgen"]["rounds_ms"]) == 5
+    assert results["plain"]["failed"].startswith("wrong result")
+    assert results["no"]["skipped"] == f"no {variant}"
+
+
+def test_flops_of_a_variant_are_of_what_is_seen():
+    for name, causal in variants.CAUSAL.items():
+        cell = Cell("fwd", 64, causal, 4096, name)
+        dense = torch.ones(4096, 4096, dtype=torch.bool)
+        sees = variants.modification(cell, "cpu").mask
+        place = torch.arange(4096)
+        if sees:
+            dense &= sees(0, 0, place[:, None], place[None, :])
+        if causal:
+            dense &= place[:, None] >= place[None, :]
+        assert abs(cell.flops / (4 * 4 * 32 * 64 * int(dense.sum())) - 1) < 0.01
+        assert str(cell) == f"fwd d64 {'causal' if causal else 'full'} {name} 4096"
+
+
+def test_cells_of_variants_have_the_mask_that_goes_with_them():
+    made = grid.cells("quick", variants=["bias", "window"])
+    assert [(cell.direction, cell.causal, cell.variant) for cell in made] == [
+        ("fwd", False, "bias"), ("fwd", True, "window"), ("bwd", False, "bias"), ("bwd", True, "window"),
+    ]  # fmt: skip
+    assert not any(peers.Sdpa("fa2", "", "").supports(cell) == "" for cell in made)
+    assert [peers.Fa4().supports(cell) for cell in made[:2]] == ["no bias", ""]
