@@ -89,7 +89,11 @@ class Names:
         return buffer.space is Space.SHARED and self.plan.placement(buffer.name).swizzled
 
     def uniform(self, expr: Expr) -> str:
-        return c_text(expr, self.variable)
+        return c_text(expr, self.variable, self._uniform_load)
+
+    def _uniform_load(self, load: Load) -> str:
+        """An element of a global array that is the same for all threads."""
+        return f"args.{load.buffer}.at({', '.join(map(self.uniform, load.index))})"
 
     def place(self, place: Place) -> str:
         """Registers by name, a stage of shared memory by address, a window by the address of its first element."""
@@ -147,8 +151,10 @@ class Names:
 
     def rows_left(self, window: Window) -> str:
         """Rows of the tensor from the window's first one on: what a copy may touch. A padded one has whole blocks."""
+        if window.rows is not None:
+            return self.uniform(window.rows)
         limit = self.kernel.buffer(window.buffer).shape[2]
-        return "BLOCK_Q" if limit == "seqlen_q_padded" else self.uniform(Var(limit) - window.origin[2])
+        return "BLOCK_Q" if limit.endswith("_padded") else self.uniform(Var(limit) - window.origin[2])
 
 
 def _by_offset(expr: Expr) -> Expr:
