@@ -1,12 +1,13 @@
 """Packed sequences: a loop nest over sequences of one length becomes one over sequences that follow each other.
 
-Sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1] of arrays (total, heads, head_dim). Blocks of rows are numbered
-through all sequences, from cu_seqlens[b] // rows + b on in sequence b. So a block finds its sequence by a binary search;
-no kernel has to sum up how many blocks each sequence has, and the host need not know it. The numbers leave gaps, at most
-one a sequence: a block in a gap finds that it lies behind the end of its sequence, and has nothing to walk over.
+Sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1] of arrays (total, heads, head_dim). Blocks of rows are
+numbered through all sequences, from cu_seqlens[b] // rows + b on in sequence b. So a block finds its sequence by a
+binary search; no kernel has to sum up how many blocks each sequence has, and the host need not know it. The numbers
+leave gaps, at most one a sequence: a block in a gap finds that it lies behind the end of its sequence, and has nothing
+to walk over.
 
-The float32 workspaces of the backward have room for whole blocks by the same rule (FlashAttention's), of `padding` rows.
-Everything else of a nest stays as it is: seqlen_q, seqlen_k and `batch` become integers that a block finds.
+The float32 workspaces of the backward have room for whole blocks by the same rule (FlashAttention's), of `padding`
+rows. Everything else of a nest stays as it is: seqlen_q, seqlen_k and `batch` become integers that a block finds.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ Element = Callable[[Load], str]
 
 
 def no_element(load: Load) -> str:
-    """The `element` of expressions that load nothing."""
-    raise ValueError(f"{load.buffer} is loaded where nothing can be")
+    """The `element` of uniform expressions that load nothing."""
+    raise ValueError(f"{load.buffer} is loaded in a uniform expression")
 
 
 def c_text(expr: Expr, name: Name, element: Element = no_element, parent: int = 0, branch: bool = True) -> str:

@@ -11,8 +11,9 @@
             | the statements of flashgen/machine           MACHINE
 
 Shapes are written in dimensions with names ("block_q", "head_dim"); the plan gives them numbers, and the emitted CUDA
-keeps the names. Rows of a window past the end of its tensor, or of its own, read as zero and are not written; so are columns between
-the true and the padded head_dim. Every statement has a `note`: the reason, printed as the comment in the CUDA.
+keeps the names. Rows of a window past the end of its tensor, or of its own, read as zero and are not written; so are
+columns between the true and the padded head_dim. Every statement has a `note`: the reason, printed as the comment in
+the CUDA.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Packed sequences for the interpreters' tests: like attention_cases.Problem, with dense attention for each sequence."""
+"""Packed sequences for the interpreters' tests: like attention_cases.Problem, with dense attention for each."""
 
 from __future__ import annotations
 
