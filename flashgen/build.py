@@ -52,7 +52,7 @@ class Stages:
 def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
     """The record to plan a kernel for: the portable one where the chip's family lacks it, or cannot copy the rows."""
     has = kernel in ("attention_forward", *sm90_backward.KERNELS)
-    own = arch.family == "sm80" or (has and spec.aligned and not spec.varlen)
+    own = arch.family == "sm80" or (has and spec.aligned)
     return arch if own else portable_record(arch)
 
 

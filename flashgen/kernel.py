@@ -366,8 +366,6 @@ class Kernel:
         if arch.portable and any(step <= 0 for name in ("q", "k", "v", "dout") for step in strides.get(name, ())):
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
             arch = portable_record(arch)
-        if arch.portable and self.spec.varlen:
-            log.info("%s: packed sequences have no kernels of sm90; those of %s run", self, arch.portable)
         spec = replace(self.spec, aligned=aligned)
         queries = problem.seqlen_q if hint is None else hint
         made = self.programs(stage, self._packed(spec, arch, problem, queries) if stage == "forward" else spec, arch)

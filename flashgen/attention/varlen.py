@@ -52,9 +52,10 @@ def packed(kernel: Kernel, spec: Spec) -> Kernel:
     body = (*_needed(_place(own, rows, block_axis, spec), moved), *moved)
     read = {name_of(place) for stmt in statements(body) for place in stmt.reads()}
     arrays = (Buffer(name, ("any",), I32, Space.GLOBAL, by_element=True) for name in ARRAYS if name in read)
+    total = Var(f"total_{own}")
     return kernel.having(
         scalars=scalars,
-        axes=(Axis(ROW_BLOCK.name, Var(f"total_{own}") // rows + BATCHES), head_axis),
+        axes=(Axis(ROW_BLOCK.name, minimum(total, 1) * (total // rows + BATCHES)), head_axis),  # none without rows
         buffers=(*map(_buffer, kernel.buffers), *arrays),
         body=body,
     )

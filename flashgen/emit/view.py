@@ -246,11 +246,11 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
         policy = "keep_in_cache" if stmt.reuse else "leave_cache_first"
         beside = [f"{names.kernel.buffer(name).shape[0].upper()} * 4" for name in stmt.beside]
         more = {"full": _barrier(stmt.dst, "full", names), "policy": policy, "beside_bytes": " + ".join(beside)}
-        return _box(stmt.src, names) | more
+        return _box(stmt.src, "load", names) | more
     if isinstance(stmt, sm90.TmaStore):
         tile = camel(stmt.src.buffer)
         positions = _positions(stmt.dst, names.kernel.buffer(stmt.src.buffer), names)
-        return _box(stmt.dst, names) | {"types": f"{tile}, {positions}" if positions else tile}
+        return _box(stmt.dst, "store", names) | {"types": f"{tile}, {positions}" if positions else tile}
     if isinstance(stmt, sm90.Describe):
         step = {sm90.OWN_ROWS: "WARPGROUP_STEP", sm90.OWN_COLUMNS: "PANEL_STEP"}.get(stmt.part, "")
         return {"operand": names.operand(stmt), "step": step}
@@ -293,10 +293,13 @@ def _lanes_read(tile: str, names: Names) -> str:
     return "the vectors that came with it" if tile in names.accompanied else ""
 
 
-def _box(window: Window, names: Names) -> Fields:
-    """Where TMA copies from or to."""
+def _box(window: Window, direction: str, names: Names) -> Fields:
+    """Where TMA copies from or to, and the device function: that of rows which end before their tensor."""
     batch, head, row = (names.uniform(index) for index in window.origin)
-    return {"tensor": window.buffer, "batch": batch, "head": head, "row": row}
+    if window.rows is None:
+        return {"tensor": window.buffer, "move": f"tma_{direction}", "position": f"{row}, {head}, {batch}"}
+    position = f"{row}, {names.uniform(window.rows)}, {head}"
+    return {"tensor": window.buffer, "move": f"tma_{direction}_rows", "position": position}
 
 
 def _positions(window: Window, tile: Buffer, names: Names) -> str:

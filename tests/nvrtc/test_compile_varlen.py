@@ -31,7 +31,7 @@ def test_no_kernel_spills(arch, head_dims):
         check(Spec(*head_dims, BF16, causal, deterministic, varlen=True, used=used), arch)
 
 
-@pytest.mark.parametrize(("mask", "score"), [("both sides", "softcap"), ("document", "alibi")])
+@pytest.mark.parametrize(("mask", "score"), [("both sides", "softcap"), (None, "alibi"), ("document", None)])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nor_with_functions(arch, mask, score):
     check(Spec(128, 128, F16, varlen=True, **traced(True, mask, score)), arch)
