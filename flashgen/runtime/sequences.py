@@ -46,6 +46,8 @@ def check(spec: Spec, library: Library, arrays: Mapping[str, Any]) -> PackedProb
         if total > MAX_TOTAL:
             raise ValueError(f"{name} has {total} rows, more than {MAX_TOTAL} in one call; split the sequences")
     sequences = _count(library, arrays)
+    if not sequences and (total_q or total_k):
+        raise ValueError(f"there is no sequence for {total_q} and {total_k} rows; give cu_seqlens batch + 1 elements")
     strides = tuple(row_strides(library.strides(array), LAYOUT) for array in (q, k, v))
     sizes = (1, heads, heads_kv, total_q, total_k, spec.head_dim, spec.head_dim_v)
     return PackedProblem(*sizes, strides, sequences)
