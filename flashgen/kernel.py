@@ -91,6 +91,8 @@ def kernel_for(
 class Kernel:
     """Attention for one spec on one chip. Call it with arrays; look at its stages through its properties."""
 
+    KEPT_CALLS = BOUND_LIMIT
+
     def __init__(
         self,
         spec: Spec,
@@ -336,7 +338,7 @@ class Kernel:
         call = self._bound.get(known)
         if call is None:
             call = self._prepare(library, stage, arrays, scale, hint)
-            if len(self._bound) >= BOUND_LIMIT:
+            if len(self._bound) >= self.KEPT_CALLS:
                 self._bound.clear()
             self._bound[known] = call
         return call

@@ -20,6 +20,8 @@ FEW = 128
 class VarlenKernel(Kernel):
     """Attention of packed sequences for one spec on one chip: `flashgen.compile(..., varlen=True)` makes it."""
 
+    KEPT_CALLS = 256  # the totals may be others in each step of a training, and the same in all of its layers
+
     def workspace_bytes(  # type: ignore[override]
         self, *, batch: int, total_q: int, heads: int
     ) -> int:

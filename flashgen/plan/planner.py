@@ -37,6 +37,7 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
     chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
     if (spec.mask or spec.score) and source.startswith("measurement"):
         source += ", without the mask and score functions"
+    source += ", with sequences of one length" * (spec.varlen and source.startswith("measurement"))
     source += ", with one head in a tile" * (spec.packed > 1 and source.startswith("measurement"))
     made = make(kernel, spec, arch, chosen)
     variants = (*made.variants, *_unguarded(kernel))

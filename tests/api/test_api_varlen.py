@@ -175,3 +175,14 @@ def test_what_compile_refuses():
         flashgen.compile(16, varlen=1)
     with pytest.raises(ValueError, match="layout = 'bhsd' with varlen"):
         flashgen.compile(16, varlen=True, layout="bhsd")
+
+
+def test_a_padded_batch_is_packed_too():
+    q, k, v = (torch.randn(3, 20, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+    used = torch.tensor([20, 0, 7], dtype=torch.int32)
+    told = (torch.arange(4, dtype=torch.int32) * 20,) * 2
+    o = flashgen.varlen_attention(*(x.flatten(0, 1) for x in (q, k, v)), *told, seqused_k=used).unflatten(0, (3, 20))
+    for number, count in enumerate(used.tolist()):
+        one = slice(number, number + 1)
+        expected = flashgen.attention(q[one], k[one, :count], v[one, :count])
+        torch.testing.assert_close(o[one], expected, rtol=0, atol=0.01)

@@ -2,7 +2,7 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_90a
-//   tile q 128 x kv 128, 12 warps, 2 stages, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-11-30, 620 TFLOP/s: python -m flashgen tune --direction fwd --head-dim 128 --causal --seqlen 4096)
+//   tile q 128 x kv 128, 12 warps, 2 stages, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-11-30, 620 TFLOP/s: python -m flashgen tune --direction fwd --head-dim 128 --causal --seqlen 4096, with sequences of one length)
 //   block_q = 128, block_kv = 128, head_dim = 128, head_dim_v = 128
 //   384 threads, about 190 registers each, 1 a multiprocessor
 //   shared memory 196784 of 232448 bytes
