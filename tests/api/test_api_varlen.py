@@ -78,6 +78,15 @@ def test_slices_of_one_tensor():
     assert not judged(support.evaluate(attend(kernel, told), *arrays), arrays, told, causal=True)
 
 
+def test_a_gradient_of_one_number_for_all():
+    """As that of a sum, whose strides are zero: it is copied."""
+    (q, k, v, do), told = inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    gradients = torch.autograd.grad(flashgen.varlen_attention(*leaves, *told).sum(), leaves)
+    expected = torch.autograd.grad(flashgen.varlen_attention(*leaves, *told), leaves, torch.ones_like(do))
+    assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))
+
+
 def test_the_function_is_the_kernel():
     arrays, told = inputs()
     kernel = flashgen.compile(16, True, varlen=True)
@@ -143,6 +152,8 @@ REFUSED = [
     ({"cu_seqlens_k": lambda x: x.repeat_interleave(2)[::2]}, "cu_seqlens_k is not contiguous"),
     ({"cu_seqlens_k": lambda x: x[:-1]}, "cu_seqlens_q and cu_seqlens_k have 6 and 5 elements"),
     ({"cu_seqlens_q": lambda x: x[:0], "cu_seqlens_k": lambda x: x[:0]}, "cu_seqlens_q has no element"),
+    ({"cu_seqlens_q": lambda x: x[:1], "cu_seqlens_k": lambda x: x[:1]}, "there is no sequence for 46 and 43 rows"),
+    ({"q": lambda q: q[:1].expand(2**30 + 1, -1, -1)}, "q has 1073741825 rows, more than 1073741824 in one call"),
     ({"cu_seqlens_q": lambda x: x + 1}, "cu_seqlens_q starts with 1"),
     ({"cu_seqlens_q": lambda x: x.clone().put_(torch.tensor(2), torch.tensor(2).int())}, "cu_seqlens_q falls behind"),
     ({"cu_seqlens_k": lambda x: torch.clamp(x, max=20)}, "cu_seqlens_k ends with 20 but k has 43 rows"),

@@ -212,6 +212,18 @@ def short(q, k, v, do, queries, keys, dtype):
 
 
 @pytest.mark.parametrize("arch", ARCHES)
+def test_more_sequences_than_an_axis_of_a_grid_has_places(arch):
+    """Of one token each: o is v, and only v has a gradient."""
+    lengths = (1,) * 70_000
+    (q, k, v, do), told = inputs(lengths, lengths, (2, 1), (64, 64))
+    result = support.evaluate(attend(compiled(64, arch=arch), told), q, k, v, do)
+    assert torch.equal(result.o, v.expand_as(result.o))
+    torch.testing.assert_close(result.lse, (q.float() * k.float()).sum(-1).T / 8, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result.dv.float(), do.float().sum(1, keepdim=True), rtol=0.01, atol=0.01)
+    assert float(result.dq.abs().max()) < 0.02 and float(result.dk.abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("arch", ARCHES)
 def test_one_long_sequence_among_many_short_ones(arch):
     queries = (3,) * 200 + (3000,) + (7,) * 200
     kernel = compiled(64, arch=arch)
