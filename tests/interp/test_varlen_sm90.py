@@ -6,20 +6,24 @@ from test_sm90 import ALL, equals_tile, lowered, run
 from test_sm90_backward import equals_tile as backward_equals_tile
 from varlen_cases import Sequences, assert_close
 
+from flashgen import build
 from flashgen.attention import backward as nests
 from flashgen.attention.forward import forward
+from flashgen.interp import machine
 from flashgen.ir.dtype import BF16, F16
 from flashgen.ir.visit import statements
 from flashgen.machine.sm90 import PublishTile, SettleNumbers
+from flashgen.plan.arch import ARCHES
 from flashgen.spec import Spec
 
 QUERIES, KEYS = (5, 0, 70, 130, 0, 1), (9, 40, 8, 200, 0, 170)
-HALF = tuple(length // 2 for length in KEYS)
 
 
 def sequences(spec, **more):
     sizes = {"heads": 2, "heads_kv": 1, "queries": QUERIES, "keys": KEYS}
-    return Sequences(spec, **(sizes | more), used=HALF if spec.used else ())
+    sizes |= more
+    used = tuple(length // 2 for length in sizes["keys"]) if spec.used else ()
+    return Sequences(spec, **sizes, used=used)
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -96,3 +100,18 @@ def test_no_row_is_no_block():
     kernel, chosen = lowered(spec)
     trace = equals_tile(spec, sequences(spec, queries=(0, 0), keys=(4, 0)), kernel, chosen, seeds=(0,))
     assert trace[0].blocks == 0 and forward(spec).axes[0].name == "row_block"
+
+
+@pytest.mark.parametrize(("dims", "deterministic"), [((64, 64), False), ((64, 64), True), ((192, 192), False)])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_all_kernels_of_a_call_one_after_another(arch, dims, deterministic):
+    """As the planner has them: blocks of dQ's own kernel are others than those of the workspaces."""
+    spec = Spec(*dims, BF16, True, deterministic, varlen=True, used=True)
+    case = sequences(spec, foreign=(2,), queries=(5, 0, 70, 90, 0, 1), keys=(9, 40, 8, 100, 0, 60))
+    stages = build.everything(spec, ARCHES[arch])
+    sizes = stages["attention_backward"].plan.sizes
+    arrays = {**case.arrays, **case.outputs(sizes)}
+    assert case.scalars["padding"] == sizes["block_q"]
+    for item in stages.values():
+        machine.run(item.machine, item.plan, arrays, case.scalars)
+    assert_close(case, arrays, case.dense())
