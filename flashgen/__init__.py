@@ -7,7 +7,7 @@ kernel = flashgen.compile(head_dim=128, causal=True); print(kernel.explain()); o
 # The package of the loop nests, before the function of the same name: imported later, it would take that name.
 import flashgen.attention  # noqa: F401 # isort: skip
 from flashgen import masks, scores
-from flashgen.api import Kernel, attention, compile
+from flashgen.api import Kernel, VarlenKernel, attention, compile, varlen_attention
 from flashgen.spec import Spec
 from flashgen.trace.functions import (
     abs,
@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Kernel",
     "Spec",
+    "VarlenKernel",
     "abs",
     "attention",
     "compile",
@@ -49,5 +50,6 @@ __all__ = [
     "sin",
     "sqrt",
     "tanh",
+    "varlen_attention",
     "where",
 ]

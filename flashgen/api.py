@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from flashgen import debug, variants
 from flashgen.kernel import Aux, Kernel, current_arch, kernel_for, traced_by_torch, untraced
 from flashgen.plan.arch import parse_arch
+from flashgen.runtime import sequences
 from flashgen.runtime.arguments import check_dimensions
 from flashgen.runtime.arrays import library_of
 from flashgen.spec import Spec, parse_dtype
+from flashgen.varlen import VarlenKernel
 
 if TYPE_CHECKING:
     from flashgen.trace import DTypes
@@ -34,6 +36,7 @@ def compile(
     softcap: float | None = None,
     mask_mod: Callable | None = None,
     score_mod: Callable | None = None,
+    varlen: bool = False,
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
@@ -53,11 +56,13 @@ def compile(
         Python that is traced, with flashgen.where, exp, tanh and so on; the backward is derived. Further arguments of
         either are arrays, which a call brings: kernel(q, k, v, mask_aux=(...), score_aux=(...)). Until then their
         types are assumed; for others the kernel makes another of itself.
+    varlen: sequences of different lengths are packed one behind the other, and the kernel, a VarlenKernel, is called as
+        `varlen_attention` is.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
     """
-    _check_choices(deterministic, layout, target)
+    _check_choices(deterministic, layout, target, varlen)
     if debug.interpret():
         target = "interpret"
     width = head_dim if head_dim_v is None else head_dim_v
@@ -65,16 +70,21 @@ def compile(
     def traced(mask_dtypes: DTypes | None, score_dtypes: DTypes | None) -> Spec:
         options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes)
         bottom_right, mask, score = variants.functions(causal, *options)
-        return Spec(head_dim, width, parse_dtype(dtype), bottom_right, deterministic, mask=mask, score=score)
+        same = (head_dim, width, parse_dtype(dtype), bottom_right, deterministic)
+        return Spec(*same, mask=mask, score=score, varlen=varlen)
 
     spec = traced(None, None)
+    layout, kind = (sequences.LAYOUT, VarlenKernel) if varlen else (layout, Kernel)
     surroundings = (current_arch() if arch is None else parse_arch(arch), layout, target, arch is not None)
-    return Kernel(spec, *surroundings, traced) if spec.arrays else kernel_for(spec, *surroundings)
+    return kind(spec, *surroundings, traced) if spec.arrays else kernel_for(spec, *surroundings, kind)
 
 
-def _check_choices(deterministic: bool, layout: str, target: str) -> None:
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic = {deterministic!r} must be True or False")
+def _check_choices(deterministic: bool, layout: str, target: str, varlen: bool) -> None:
+    for name, flag in (("deterministic", deterministic), ("varlen", varlen)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} = {flag!r} must be True or False")
+    if varlen and layout != "bshd":
+        raise ValueError(f"layout = {layout!r} with varlen, whose arrays are (total, heads, head_dim); leave it out")
     _check_layout(layout)
     if not isinstance(target, str) or target not in TARGETS:
         raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
@@ -132,3 +142,54 @@ def attention(
 def _compiled(head_dim: int, head_dim_v: int, dtype: Any, causal: bool, layout: str, *_surroundings: Any) -> Kernel:
     """`compile` for calls that repeat; the chip and FLASHGEN_INTERPRET, on which it depends too, are in the key."""
     return compile(head_dim, causal, head_dim_v=head_dim_v, dtype=str(dtype).removeprefix("torch."), layout=layout)
+
+
+def varlen_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    seqused_k: Any = None,
+    window: variants.Window | None = None,
+    softcap: float | None = None,
+    mask_mod: Callable | None = None,
+    score_mod: Callable | None = None,
+    mask_aux: Aux = None,
+    score_aux: Aux = None,
+    check: bool = False,
+) -> Any:
+    """`attention` of each of many sequences, packed one behind the other; differentiable with torch.
+
+    q: (total_q, heads, head_dim), k: (total_k, heads_kv, head_dim), v: (total_k, heads_kv, head_dim_v).
+    cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on the device of q, from 0 up to the total and never falling:
+    sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1], which may be none. To mask and score functions b is the
+    number of the sequence, and q_idx, kv_idx, seqlen_q and seqlen_k are its own; causal is aligned within each.
+    max_seqlen_q, max_seqlen_k: hints, and only that. Where max_seqlen_q is short, query heads that share a key head
+    share tiles. Nothing waits for the device.
+    seqused_k: int32 (batch,), how many of the keys of each sequence are used, its length at most: the others are not
+    read, and have zero gradients.
+    check: look at the values of cu_seqlens and seqused_k, for which this waits for the device; on the CPU they always
+    are. Unchecked, wrong ones are read and written by.
+    Returns o (total_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32 (heads, total_q).
+    Raises ValueError or TypeError before anything is compiled.
+    """
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
+    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "seqused_k": seqused_k}
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if traced_by_torch():
+        return untraced(varlen_attention)(*given, causal, scale, return_lse, **options, **arrays, check=check)
+    library_of(q)
+    library_of(v, "v")
+    sequences.check_dimensions("q", q)
+    sequences.check_dimensions("v", v)
+    dtype = str(q.dtype).removeprefix("torch.")
+    # A kernel of its functions, its chip and its options is one object: only functions are traced again.
+    kernel: Any = compile(q.shape[2], causal, head_dim_v=v.shape[2], dtype=dtype, varlen=True, **options)
+    return kernel(*given, scale=scale, return_lse=return_lse, check=check, **arrays)

@@ -43,6 +43,7 @@ SPECS = (
     with_functions(True, score_mod=scores.alibi),
     with_functions(False, window=(1024, 0)),
     with_functions(True, mask_mod=masks.document),
+    Spec(128, 128, BF16, causal=True, varlen=True),  # packed sequences
 )
 
 SHOWN = ARCHES["sm_80"]  # the chip whose text is kept

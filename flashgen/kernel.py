@@ -82,12 +82,16 @@ def _program(stages: build.Stages) -> Program:
 
 
 @cache
-def kernel_for(spec: Spec, arch: Arch, layout: str, target: str, pinned: bool) -> Kernel:
-    return Kernel(spec, arch, layout, target, pinned)
+def kernel_for(
+    spec: Spec, arch: Arch, layout: str, target: str, pinned: bool, kind: Callable[..., Kernel] | None = None
+) -> Kernel:
+    return (kind or Kernel)(spec, arch, layout, target, pinned)
 
 
 class Kernel:
     """Attention for one spec on one chip. Call it with arrays; look at its stages through its properties."""
+
+    KEPT_CALLS = BOUND_LIMIT
 
     def __init__(
         self,
@@ -220,7 +224,12 @@ class Kernel:
             if kernel is not self:
                 return kernel.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
             arrays |= aux
-        bound = self._bind(library, "forward", arrays, scale)
+        return self._forward(library, arrays, scale)
+
+    def _forward(self, library: Library, arrays: dict[str, Any], scale: float | None, hint: int | None = None) -> Any:
+        """o and lse of arrays by name: q, k, v, and what the kernel reads beside them."""
+        q, k, v, *read = arrays.values()
+        bound = self._bind(library, "forward", arrays, scale, hint)
         o = library.empty(bound.o_shape, q)
         lse = library.empty(bound.lse_shape, q, float32=True)
         if bound.launches is None:
@@ -228,7 +237,7 @@ class Kernel:
 
             interpret.forward(self._interpreted(bound), library, self.layout, bound, arrays, (o, lse))
             return o, lse
-        pointers = library.pointers((q, k, v, o, lse, *list(arrays.values())[3:]))
+        pointers = library.pointers((q, k, v, o, lse, *read))
         bound.launches[0].launch(pointers, library.stream(bound.device), bound.device)
         return o, lse
 
@@ -258,13 +267,17 @@ class Kernel:
         kernel, aux = self._for(mask_aux, score_aux)
         if kernel is not self:
             return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
-        arrays |= aux
+        return self._backward(library, arrays | aux, scale)
+
+    def _backward(self, library: Library, arrays: dict[str, Any], scale: float | None) -> tuple[Any, Any, Any]:
+        """dq, dk and dv of arrays by name."""
+        q = arrays["q"]
         bound = self._bind(library, "backward", arrays, scale)
-        if dlse is None:
+        if "dlse" not in arrays:
             arrays["dlse"] = library.zeros(bound.lse_shape, q)
         for name in bound.copied:
             arrays[name] = library.contiguous(arrays[name])
-        dq, dk, dv = (library.empty(tuple(array.shape), q) for array in (q, k, v))
+        dq, dk, dv = (library.empty(tuple(arrays[name].shape), q) for name in "qkv")
         arrays |= {"dq": dq, "dk": dk, "dv": dv}
         if bound.launches is None:
             from flashgen.runtime import interpret
@@ -288,7 +301,8 @@ class Kernel:
         kernel = self._of_types.get(types)
         if kernel is None:
             spec = auxiliary.concrete(self.spec, self._retrace, types)
-            kernel = kernel_for(spec, self.arch, self.layout, self.target, self._pinned)
+            kind: Any = type(self)
+            kernel = kernel_for(spec, self.arch, self.layout, self.target, self._pinned, kind)
             self._of_types[types] = kernel
         return kernel, arrays
 
@@ -301,10 +315,15 @@ class Kernel:
 
         return build.forward(self.spec, self.arch) + (build.backward(self.spec, self.arch) if bound.backward else ())
 
-    def _bind(self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None) -> Call:
-        """The checked and bound call for arrays of these shapes, strides and alignment."""
+    def _bind(
+        self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, hint: int | None = None
+    ) -> Call:
+        """The checked and bound call for arrays of these shapes, strides and alignment.
+
+        hint: about how many queries a sequence has, where the shapes do not say it.
+        """
         check_scale(scale, self.spec.head_dim)
-        key: list[Any] = [stage, scale, library.name]
+        key: list[Any] = [stage, scale, library.name, hint]
         kind = type(arrays["q"])  # of which the library is known
         for name, array in arrays.items():
             if type(array) is not kind and library_of(array, name) is not library:
@@ -318,20 +337,22 @@ class Kernel:
         known = tuple(key)
         call = self._bound.get(known)
         if call is None:
-            call = self._prepare(library, stage, arrays, scale)
-            if len(self._bound) >= BOUND_LIMIT:
+            call = self._prepare(library, stage, arrays, scale, hint)
+            if len(self._bound) >= self.KEPT_CALLS:
                 self._bound.clear()
             self._bound[known] = call
         return call
 
-    def _prepare(self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None) -> Call:
+    def _prepare(
+        self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, hint: int | None
+    ) -> Call:
         """Check everything, and bind the programs."""
-        problem = check(self.spec, self.layout, library, arrays["q"], arrays["k"], arrays["v"])
+        problem = self._problem(library, arrays)
         scale = check_scale(scale, self.spec.head_dim)
         device = library.device(arrays["q"])
         on_gpu = choose_target(self, device)
         o_shape = self._shape(problem.batch, problem.seqlen_q, problem.heads, self.spec.head_dim_v)
-        lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
+        lse_shape = self._lse_shape(problem)
         call = Call(problem, scale, o_shape, lse_shape, device or 0, stage == "backward")
         check_results(self.spec, library, o_shape, lse_shape, arrays)
         auxiliary.check(self.spec, problem, library, arrays)
@@ -339,7 +360,7 @@ class Kernel:
         if not on_gpu:
             return call
         assert device is not None
-        read = auxiliary.layouts(self.spec, library, arrays)
+        read = auxiliary.layouts(self._read(), library, arrays)
         tiles = {name: array for name, array in arrays.items() if name not in (*VECTORS, *call.copied, *read)}
         strides = {name: row_strides(library.strides(array), self.layout) for name, array in tiles.items()}
         aligned = all(aligned_rows(library, array) and library.pointer(array) % 16 == 0 for array in tiles.values())
@@ -348,18 +369,26 @@ class Kernel:
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
             arch = portable_record(arch)
         spec = replace(self.spec, aligned=aligned)
-        made = self.programs(stage, self._for_sizes(spec, arch, problem) if stage == "forward" else spec, arch)
+        queries = problem.seqlen_q if hint is None else hint
+        made = self.programs(stage, self._for_sizes(spec, arch, problem, queries) if stage == "forward" else spec, arch)
         call.launches = self._launches(stage, made, call, strides | read)
         return call
 
-    def _for_sizes(self, spec: Spec, arch: Arch, problem: Problem) -> Spec:
+    def _problem(self, library: Library, arrays: dict[str, Any]) -> Problem:
+        """The checked sizes of a call."""
+        return check(self.spec, self.layout, library, arrays["q"], arrays["k"], arrays["v"])
+
+    def _read(self) -> tuple[str, ...]:
+        """The names of the arrays that are read element by element."""
+        return tuple(item.name for item in self.spec.arrays)
+
+    def _for_sizes(self, spec: Spec, arch: Arch, problem: Problem, queries: int) -> Spec:
         """The spec of a forward of these sizes."""
         from flashgen import build
 
-        group = problem.heads // problem.heads_kv
-        suited = build.for_sizes(spec, arch, problem.seqlen_q, problem.seqlen_k, group)
+        suited = build.for_sizes(spec, arch, queries, problem.seqlen_k, problem.heads // problem.heads_kv)
         if suited != spec:
-            log.debug("%s: a call of %d queries and %d keys takes %s", self, problem.seqlen_q, problem.seqlen_k, suited)
+            log.debug("%s: a call of %d queries and %d keys takes %s", self, queries, problem.seqlen_k, suited)
         return suited
 
     def _launches(self, stage: str, made: tuple[Program, ...], call: Call, strides: dict) -> tuple[Bound, ...]:
@@ -368,6 +397,7 @@ class Kernel:
         vector = (problem.heads * problem.seqlen_q, problem.seqlen_q)
         known: dict[str, tuple[int, ...]] = dict.fromkeys(VECTORS, vector)
         known |= dict.fromkeys(("o", "dout"), row_strides(gapless(call.o_shape), self.layout)) | strides
+        scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
         if stage == "backward":
             for name, heads, seqlen, width in (
                 ("dq", problem.heads, problem.seqlen_q, self.spec.head_dim),
@@ -376,9 +406,10 @@ class Kernel:
             ):
                 shape = self._shape(problem.batch, seqlen, heads, width)
                 known[name] = row_strides(gapless(shape), self.layout)
-            call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, problem.seqlen_q)
+            scalars["padding"] = padding = made[1].stages.plan.sizes["block_q"]
+            rows = problem.padded_rows(padding)
+            call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, rows)
             known |= {name: gapless(shape)[:-1] for name, shape in call.workspaces.items()}
-        scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
         return tuple(program.bind(known, scalars) for program in made)
 
     def _arch_for(self, device: int) -> Arch:
@@ -392,7 +423,10 @@ class Kernel:
             raise ValueError(f"arch = {self.arch.name} does not run on this GPU; use {own.name} or arch=None")
         return self.arch
 
-    def _shape(self, batch: int, seqlen: int, heads: int, width: int) -> tuple[int, int, int, int]:
+    def _lse_shape(self, problem: Problem) -> tuple[int, ...]:
+        return problem.batch, problem.heads, problem.seqlen_q
+
+    def _shape(self, batch: int, seqlen: int, heads: int, width: int) -> tuple[int, ...]:
         return (batch, seqlen, heads, width) if self.layout == "bshd" else (batch, heads, seqlen, width)
 
 

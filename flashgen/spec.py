@@ -53,6 +53,8 @@ class Spec:
         one. Every kernel is right for every length.
     mask: which keys a query sees, among those that `causal` shows it; None for all of them.
     score: what takes the place of each scaled score; None for the score itself.
+    varlen: sequences of different lengths are packed one behind the other, as cu_seqlens_q and cu_seqlens_k say.
+    used: of each sequence of keys only the first seqused_k[b] are used.
     """
 
     head_dim: int = 128
@@ -65,6 +67,8 @@ class Spec:
     length: str = ""
     mask: Function | None = None
     score: Function | None = None
+    varlen: bool = False
+    used: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -91,6 +95,7 @@ class Spec:
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         flags = ["causal"] * self.causal + [function.name for function in (self.mask, self.score) if function]
+        flags += ["varlen"] * self.varlen + ["used"] * self.used
         flags += ["deterministic"] * self.deterministic
         flags += [] if self.aligned else ["unaligned"]
         flags += [f"packed{self.packed}"] if self.packed > 1 else []

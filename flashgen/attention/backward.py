@@ -36,6 +36,7 @@ from flashgen.attention.parts import (
     SEQLEN_K,
     SEQLEN_Q,
 )
+from flashgen.attention.varlen import of_sequences
 from flashgen.ir.dtype import F32
 from flashgen.ir.expr import INF, NEG_INF, Cast, Const, Expr, I, J, Var, ceil_div, exp2, load, select, walk
 from flashgen.ir.nodes import (
@@ -67,6 +68,7 @@ def _dq_accumulator() -> Buffer:
     return Buffer("dq_workspace", shape, F32, Space.GLOBAL, layout_of="dq_acc")
 
 
+@of_sequences
 def delta(spec: Spec) -> Kernel:
     """Preprocess: delta = rowsum(dO * O) - dlse, lse in base 2 (+inf for rows without keys, so that P = 0)."""
     zero_dq = () if spec.deterministic else (Fill(parts.rows_of("dq_workspace", HEAD, Q_START), Const(0.0)),)
@@ -109,6 +111,7 @@ def delta(spec: Spec) -> Kernel:
     )
 
 
+@of_sequences
 def backward(spec: Spec) -> Kernel:
     """dK and dV of a block of keys, and its share of dQ unless the spec is deterministic."""
     steps = For("q_block", Const(0), ceil_div(SEQLEN_Q, BLOCK_Q), _step(spec))
@@ -232,6 +235,7 @@ def _dq_step(head: Expr) -> tuple[Stmt, ...]:
     )
 
 
+@of_sequences
 def convert_dq(spec: Spec) -> Kernel:
     """Postprocess: dq = scale * accumulator, in the storage type."""
     return Kernel(
@@ -262,6 +266,7 @@ def _store_dq(spec: Spec) -> tuple[Stmt, ...]:
     )
 
 
+@of_sequences
 def backward_dq(spec: Spec) -> Kernel:
     """dQ of a block of queries, for the deterministic backward."""
     axes = (Axis("q_block", ceil_div(SEQLEN_Q, BLOCK_Q), longest_first=parts.longest_first(spec)), *Q_AXES[1:])

@@ -28,6 +28,7 @@ from flashgen.attention.parts import (
     SEQLEN_K,
     SEQLEN_Q,
 )
+from flashgen.attention.varlen import of_sequences
 from flashgen.ir.dtype import F32
 from flashgen.ir.expr import NEG_INF, Cast, Const, I, J, ceil_div, exp2, load, log, select
 from flashgen.ir.nodes import Axis, Buffer, Copy, Fill, For, Gemm, Kernel, Let, Level, Map, RowReduce, Scalar, Stmt
@@ -36,6 +37,7 @@ from flashgen.spec import Spec
 NAME = "attention_forward"
 
 
+@of_sequences
 def forward(spec: Spec) -> Kernel:
     """The forward kernel of a spec, at TILE level: o and the natural-log LSE of each row."""
     return Kernel(

@@ -49,6 +49,7 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         click.option("--softcap", type=float, help="Scores become softcap * tanh(score / softcap)."),
         click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
+        click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one behind the other."),
         click.option("--packed", type=int, default=1, help="Query heads that share a tile, on sm_90a: 2, 4 ... 64."),
         click.option("--length", type=click.Choice(LENGTHS[1:]), help="For few or many keys, where tiles differ."),
         click.option("--arch", default="sm_80", show_default=True, help=f"{', '.join(ARCHES)}."),
@@ -80,6 +81,7 @@ def parse_problem(
     softcap: float | None,
     dtype: str,
     deterministic: bool,
+    varlen: bool,
     packed: int,
     length: str | None,
     arch: str,
@@ -93,8 +95,8 @@ def parse_problem(
     if file is not None and given:
         raise ValueError(f"{', '.join(given)} cannot be given beside {file}, whose `options` say all; change it there")
     causal, mask, score = variants.functions(**{"causal": False} | given) if file is None else functions_of(file)
-    dims = (head_dim, width, parse_dtype(dtype))
-    spec = Spec(*dims, causal, deterministic, packed=packed, length=length or "", mask=mask, score=score)
+    same = (head_dim, width, parse_dtype(dtype), causal, deterministic)
+    spec = Spec(*same, packed=packed, length=length or "", mask=mask, score=score, varlen=varlen)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)
 

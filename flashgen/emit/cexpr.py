@@ -6,7 +6,21 @@ import math
 from collections.abc import Callable
 
 from flashgen.ir.dtype import F32
-from flashgen.ir.expr import FUNCTIONS, PRECEDENCE, Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var, text
+from flashgen.ir.expr import (
+    FUNCTIONS,
+    PRECEDENCE,
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Expr,
+    Load,
+    Search,
+    Select,
+    Unary,
+    Var,
+    text,
+)
 
 _C_OPERATORS = {"//": "/", "&": "&&", "|": "||"}
 _BRANCHLESS = {"//": "/"}
@@ -32,7 +46,7 @@ Element = Callable[[Load], str]
 
 
 def no_element(load: Load) -> str:
-    """The `element` of uniform expressions, which load nothing."""
+    """The `element` of uniform expressions that load nothing."""
     raise ValueError(f"{load.buffer} is loaded in a uniform expression")
 
 
@@ -60,6 +74,8 @@ def _spell(
         return word, _ATOM if word.replace("_", "").replace(".", "").isalnum() or word.endswith(")") else 5
     if isinstance(expr, Load):
         return element(expr), _ATOM
+    if isinstance(expr, Search):
+        return f"sequence_of(args.{expr.buffer}, {', '.join(map(spelled, (expr.count, expr.rows, expr.block)))})", _ATOM
     if isinstance(expr, Cast) and expr.dtype == F32:
         return f"float({spelled(expr.x)})", _ATOM
     if isinstance(expr, Cast):

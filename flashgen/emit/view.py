@@ -89,7 +89,11 @@ class Names:
         return buffer.space is Space.SHARED and self.plan.placement(buffer.name).swizzled
 
     def uniform(self, expr: Expr) -> str:
-        return c_text(expr, self.variable)
+        return c_text(expr, self.variable, self._uniform_load)
+
+    def _uniform_load(self, load: Load) -> str:
+        """An element of a global array that is the same for all threads."""
+        return f"args.{load.buffer}.at({', '.join(map(self.uniform, load.index))})"
 
     def place(self, place: Place) -> str:
         """Registers by name, a stage of shared memory by address, a window by the address of its first element."""
@@ -147,8 +151,10 @@ class Names:
 
     def rows_left(self, window: Window) -> str:
         """Rows of the tensor from the window's first one on: what a copy may touch. A padded one has whole blocks."""
+        if window.rows is not None:
+            return self.uniform(window.rows)
         limit = self.kernel.buffer(window.buffer).shape[2]
-        return "BLOCK_Q" if limit == "seqlen_q_padded" else self.uniform(Var(limit) - window.origin[2])
+        return "BLOCK_Q" if limit.endswith("_padded") else self.uniform(Var(limit) - window.origin[2])
 
 
 def _by_offset(expr: Expr) -> Expr:
@@ -240,11 +246,11 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
         policy = "keep_in_cache" if stmt.reuse else "leave_cache_first"
         beside = [f"{names.kernel.buffer(name).shape[0].upper()} * 4" for name in stmt.beside]
         more = {"full": _barrier(stmt.dst, "full", names), "policy": policy, "beside_bytes": " + ".join(beside)}
-        return _box(stmt.src, names) | more
+        return _box(stmt.src, "load", names) | more
     if isinstance(stmt, sm90.TmaStore):
         tile = camel(stmt.src.buffer)
         positions = _positions(stmt.dst, names.kernel.buffer(stmt.src.buffer), names)
-        return _box(stmt.dst, names) | {"types": f"{tile}, {positions}" if positions else tile}
+        return _box(stmt.dst, "store", names) | {"types": f"{tile}, {positions}" if positions else tile}
     if isinstance(stmt, sm90.Describe):
         step = {sm90.OWN_ROWS: "WARPGROUP_STEP", sm90.OWN_COLUMNS: "PANEL_STEP"}.get(stmt.part, "")
         return {"operand": names.operand(stmt), "step": step}
@@ -287,10 +293,13 @@ def _lanes_read(tile: str, names: Names) -> str:
     return "the vectors that came with it" if tile in names.accompanied else ""
 
 
-def _box(window: Window, names: Names) -> Fields:
-    """Where TMA copies from or to."""
+def _box(window: Window, direction: str, names: Names) -> Fields:
+    """Where TMA copies from or to, and the device function: that of rows which end before their tensor."""
     batch, head, row = (names.uniform(index) for index in window.origin)
-    return {"tensor": window.buffer, "batch": batch, "head": head, "row": row}
+    if window.rows is None:
+        return {"tensor": window.buffer, "move": f"tma_{direction}", "position": f"{row}, {head}, {batch}"}
+    position = f"{row}, {names.uniform(window.rows)}, {head}"
+    return {"tensor": window.buffer, "move": f"tma_{direction}_rows", "position": position}
 
 
 def _positions(window: Window, tile: Buffer, names: Names) -> str:

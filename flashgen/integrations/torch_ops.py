@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,14 +30,19 @@ def attention(
     scale: float | None,
     mask_aux: Any,
     score_aux: Any,
+    sequences: tuple[torch.Tensor, ...] = (),
 ) -> Any:
-    """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own."""
+    """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own.
+
+    sequences: what the kernel is told of packed sequences behind the other arrays.
+    """
     for name, arrays in (("mask_aux", mask_aux or ()), ("score_aux", score_aux or ())):
         for place, array in enumerate(arrays):
             if getattr(array, "requires_grad", False):
                 raise ValueError(f"{name}[{place}] requires grad, and gradients are of q, k and v alone; detach it")
     try:
-        return _Attention.apply(q, k, v, kernel, scale, len(mask_aux or ()), *(mask_aux or ()), *(score_aux or ()))
+        read = (*(mask_aux or ()), *(score_aux or ()), *sequences)
+        return _Attention.apply(q, k, v, kernel, scale, (len(mask_aux or ()), len(sequences)), *read)
     except NotImplementedError:
         raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
     except RuntimeError:
@@ -64,21 +70,29 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         kernel: Kernel,
         scale: float | None,
-        masks: int,
-        *aux: torch.Tensor,
+        counts: tuple[int, int],
+        *read: torch.Tensor,
     ) -> Any:
-        o, lse = kernel.forward(q, k, v, scale=scale, mask_aux=aux[:masks] or None, score_aux=aux[masks:] or None)
-        ctx.save_for_backward(q, k, v, o, lse, *aux)
+        sequences, aux = _divided(read, counts)
+        o, lse = kernel.forward(q, k, v, *sequences, scale=scale, **aux)
+        ctx.save_for_backward(q, k, v, o, lse, *read)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.scale, ctx.masks = kernel, scale, masks
+        ctx.kernel, ctx.scale, ctx.counts = kernel, scale, counts
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        q, k, v, o, lse, *aux = ctx.saved_tensors
-        read = {"mask_aux": aux[: ctx.masks] or None, "score_aux": aux[ctx.masks :] or None}
+        q, k, v, o, lse, *read = ctx.saved_tensors
+        sequences, aux = _divided(read, ctx.counts)
         if dout is None:
             dout = torch.zeros_like(o)
-        dq, dk, dv = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, scale=ctx.scale, **read)
-        return dq, dk, dv, None, None, None, *(None for _ in aux)
+        dq, dk, dv = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, *sequences, scale=ctx.scale, **aux)
+        return dq, dk, dv, None, None, None, *(None for _ in read)
+
+
+def _divided(read: Sequence[torch.Tensor], counts: tuple[int, int]) -> tuple[Sequence[torch.Tensor], dict[str, Any]]:
+    """What the kernel is told of sequences, and the arrays of functions. counts: of masks, and of the former."""
+    masks, sequences = counts
+    behind = len(read) - sequences
+    return read[behind:], {"mask_aux": read[:masks] or None, "score_aux": read[masks:behind] or None}

@@ -139,6 +139,10 @@ def _pass_turn(block: Block, warp: Warp, stmt: sm90.FirstTurn | sm90.PassTurn) -
     state(block).meetings[f"turn {following}"].arrive(8)
 
 
+def _settle_numbers(block: Block, warp: Warp, stmt: sm90.SettleNumbers) -> None:
+    """For the compiler: nothing to do."""
+
+
 def _describe(block: Block, warp: Warp, stmt: sm90.Describe) -> None:
     """An address: nothing to do."""
 
@@ -213,6 +217,7 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.ReduceFragment: _guarded(_reduce_fragment),
     sm90.Wgmma: _wgmma,
     sm90.WaitWgmma: _wait_wgmma,
+    sm90.SettleNumbers: _settle_numbers,
     sm90.ConsumerBarrier: _consumer_barrier,
     sm90.WarpgroupBarrier: _warpgroup_barrier,
     sm90.FirstTurn: _first_turn,

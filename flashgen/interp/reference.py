@@ -27,22 +27,23 @@ from flashgen.interp.common import ARITHMETIC, gather
 from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Load, Select, Unary, Var
 
 
-def forward(q, k, v, *, causal=False, scale=None, mask=None, score=None, aux=None):
+def forward(q, k, v, *, causal=False, scale=None, mask=None, score=None, aux=None, first_batch=0):
     """(o, lse): o (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), both float64.
 
     mask, score: traced functions, as a Spec has them. aux: the arrays that they read, by their names there.
+    first_batch: the number b of the first batch to them.
     """
-    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux)
+    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch)
     return _ungroup(p @ v_heads), _rows(lse)
 
 
-def backward(q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, score=None, aux=None):
+def backward(q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, score=None, aux=None, first_batch=0):
     """(dq, dk, dv) in float64, shaped as q, k and v.
 
     do is (batch, seqlen_q, heads_q, head_dim_v). dlse, the gradient of the LSE, is (batch, heads_q, seqlen_q) or
     None for zero; where a row is masked entirely its value is ignored, as that of do is.
     """
-    q_heads, k_heads, v_heads, p, lse, slope = _probabilities(q, k, v, causal, scale, mask, score, aux)
+    q_heads, k_heads, v_heads, p, lse, slope = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     attends = np.isfinite(lse)
     do_heads = np.where(attends, _group(do, k.shape[2]), 0.0)
@@ -64,7 +65,7 @@ def causal_mask(seqlen_q, seqlen_k):
     return np.arange(seqlen_k)[None, :] <= np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
 
 
-def _probabilities(q, k, v, causal, scale, mask, score, aux):
+def _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch):
     """q, k, v by `_group`, p (batch, heads_kv, group, seqlen_q, seqlen_k), lse (..., seqlen_q, 1), and the slope:
     the derivative of the score function, like p."""
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
@@ -72,7 +73,7 @@ def _probabilities(q, k, v, causal, scale, mask, score, aux):
     q_heads, k_heads, v_heads = (_group(x, heads_kv) for x in (q, k, v))
     s = (q_heads @ _swap(k_heads)) * scale
     slope = 1.0
-    names = _names(s) | {"score": s} | (aux or {})
+    names = _names(s, first_batch) | {"score": s} | (aux or {})
     if score is not None:
         with np.errstate(all="ignore"):
             slope = _evaluate(derivative(score.expr, "score"), names)
@@ -90,11 +91,11 @@ def _probabilities(q, k, v, causal, scale, mask, score, aux):
     return q_heads, k_heads, v_heads, p / np.where(row_sum > 0.0, row_sum, 1.0), lse, slope
 
 
-def _names(s):
+def _names(s, first_batch):
     """What mask and score functions are told of each element of the scores, by name."""
     batch, heads_kv, group, seqlen_q, seqlen_k = s.shape
     return {
-        "b": np.arange(batch).reshape(-1, 1, 1, 1, 1),
+        "b": first_batch + np.arange(batch).reshape(-1, 1, 1, 1, 1),
         "h": np.arange(heads_kv * group).reshape(1, heads_kv, group, 1, 1),
         "q_idx": np.arange(seqlen_q)[:, None],
         "kv_idx": np.arange(seqlen_k),

@@ -1,6 +1,6 @@
 """Scalar expressions: what a Map computes for one element, and what loop bounds and tile origins are made of.
 
-    expr = Const | Var | Load(buffer, index*) | Unary | Binary | Compare | Select | Cast
+    expr = Const | Var | Load(buffer, index*) | Unary | Binary | Compare | Select | Cast | Search(buffer, ...)
 
 Two variables are reserved inside a Map: `i` and `j`, the row and the column of the element within its tile.
 `//` and `%` are used on non-negative operands only, where C and Python agree; `floor_div` and `floor_mod`, with a
@@ -93,6 +93,20 @@ class Var(Expr):
 class Load(Expr):
     buffer: str
     index: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Search(Expr):
+    """The sequence in which a block of rows lies: the last k below `count` with buffer[k] // rows + k <= block.
+
+    Blocks are so numbered that sequence k, whose rows start at buffer[k], has those from buffer[k] // rows + k on: as
+    many as its own rows need at least, since floor(a + b) >= floor(a) + ceil(b) - 1.
+    """
+
+    buffer: str
+    count: Expr
+    rows: Expr
+    block: Expr
 
 
 @dataclass(frozen=True)
@@ -334,6 +348,8 @@ def text(expr: Expr, parent: int = 0) -> str:
         return expr.name
     if isinstance(expr, Load):
         return f"{expr.buffer}[{', '.join(text(index) for index in expr.index)}]"
+    if isinstance(expr, Search):
+        return f"search({expr.buffer}, {text(expr.count)}, {text(expr.rows)}, {text(expr.block)})"
     if isinstance(expr, Unary):
         return f"{expr.op}({text(expr.x)})"
     if isinstance(expr, Cast):

@@ -42,7 +42,9 @@ def substitute_stmt(stmt: Stmt, values: Mapping[str, Expr]) -> Stmt:
         if isinstance(value, Expr):
             changes[item.name] = substitute(value, values)
         elif isinstance(value, Window):
-            changes[item.name] = replace(value, origin=tuple(substitute(index, values) for index in value.origin))
+            origin = tuple(substitute(index, values) for index in value.origin)
+            rows = None if value.rows is None else substitute(value.rows, values)
+            changes[item.name] = replace(value, origin=origin, rows=rows)
         elif isinstance(value, Tile):
             changes[item.name] = Tile(value.buffer, substitute(value.stage, values))
         elif item.name == "body":

@@ -48,6 +48,7 @@ SM90_PASSES: tuple[Pass, ...] = (
     waits.guard_exchange,
     waits.guard_handovers,
     waits.keep_in_cache,
+    persist.settle_lengths,
     descriptors.describe,
 )
 FAMILIES: dict[str, tuple[Pass, ...]] = {"sm80": SM80_PASSES, "sm90": SM90_PASSES}

@@ -203,6 +203,15 @@ class WaitWgmma(Sm90Stmt):
 
 
 @dataclass(frozen=True)
+class SettleNumbers(Sm90Stmt):
+    """Counters keep their values, which the compiler is to know no sooner: it would compute with them ahead."""
+
+    names: tuple[str, ...]
+    NAME = "settle_numbers"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
 class ConsumerBarrier(Sm90Stmt):
     """The computing warps meet; their writes to shared memory before it are seen by all of them after it."""
 

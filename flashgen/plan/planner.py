@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from flashgen.attention.varlen import PADDING as _PADDING
 from flashgen.calculus import unguarded
 from flashgen.ir.expr import Const, Select, Var, text
 from flashgen.ir.nodes import Kernel, Map, Space
@@ -19,6 +20,8 @@ from flashgen.plan.candidates import candidates
 from flashgen.plan.operands import through_shared
 from flashgen.plan.plan import KIB, Candidate, Plan, Verdict
 from flashgen.spec import Spec
+
+PADDING = _PADDING.name
 
 
 class PlanError(ValueError):
@@ -34,6 +37,7 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
     chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
     if (spec.mask or spec.score) and source.startswith("measurement"):
         source += ", without the mask and score functions"
+    source += ", with sequences of one length" * (spec.varlen and source.startswith("measurement"))
     source += ", with one head in a tile" * (spec.packed > 1 and source.startswith("measurement"))
     made = make(kernel, spec, arch, chosen)
     variants = (*made.variants, *tuned.by_length(kernel.name, spec, arch), *_unguarded(kernel))
@@ -180,7 +184,13 @@ def unrolled_depth(kernel: Kernel, sizes: dict[str, int], layouts: dict[str, tup
     wide = max(sizes["head_dim"], sizes["head_dim_v"]) if kernel.name == "attention_backward" else 0
     if wide > 128 and layouts["s"] == (2, 2):
         return 1
-    return 4 if wide in (0, 16, 32, 64, 128) else 2
+    found = 4 if wide in (0, 16, 32, 64, 128) else 2
+    if not any(item.name == PADDING for item in kernel.scalars):
+        return found
+    # Where the sequences lie takes registers too; compiled by NVRTC 13.5, up to 32 bytes were spilled.
+    if kernel.name == "attention_backward_dq":
+        return 1 if max(sizes["head_dim"], sizes["head_dim_v"]) > 128 else 2
+    return found if found == 4 else 1
 
 
 def _size(verdict: Verdict) -> tuple[bool, int, int, str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from flashgen.attention.varlen import ROW_BLOCK
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.visit import heads_in_tile
 from flashgen.plan import cost
@@ -49,7 +50,8 @@ CACHED_BYTES = 16 * 1024 * KIB  # of keys and values that are read at the same t
 
 def candidates(kernel: Kernel) -> Iterator[Candidate]:
     """One, two or three computing warpgroups, each with 64 rows of queries, and one that loads."""
-    orders = ("dynamic",) if kernel.axes[0].longest_first else ("dynamic", "persistent")
+    uneven = kernel.axes[0].longest_first or kernel.axes[0].name == ROW_BLOCK.name
+    orders = ("dynamic",) if uneven else ("dynamic", "persistent")
     for warpgroups, block_kv, order, ahead in product((1, 2, 3), BLOCKS_KV, orders, (False, True)):
         turns = ("in turns",) if warpgroups > 1 else ()
         yield Candidate(

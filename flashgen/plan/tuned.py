@@ -137,9 +137,9 @@ def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:
 def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
     """The `length` of the Spec that a call with so many keys should take.
 
-    Measured without mask and score functions and with one head in a tile: others take the usual tile at every length.
+    What lengths were not measured with takes the usual tile at every length.
     """
-    if spec.mask or spec.score or spec.packed > 1:
+    if not _measured(spec):
         return ""
     short, long = (TABLE.get(_key(kernel, replace(spec, length=name), arch)) for name in ("short", "long"))
     if short and seqlen_k <= short.limit:
@@ -147,9 +147,14 @@ def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
     return "long" if long and seqlen_k >= long.limit else ""
 
 
+def _measured(spec: Spec) -> bool:
+    """True for what every length was measured with: no functions, one head in a tile, sequences of one length."""
+    return not (spec.mask or spec.score or spec.packed > 1 or spec.varlen)
+
+
 def by_length(kernel: str, spec: Spec, arch: Arch) -> list[str]:
     """A sentence for each length that has a tile of its own; none for what takes the usual one at every length."""
-    if spec.length or spec.mask or spec.score or spec.packed > 1:
+    if spec.length or not _measured(spec):
         return []
     found = []
     for name, words in (("short", "of up to {} keys"), ("long", "of {} keys and more")):

@@ -31,6 +31,10 @@ class Problem:
     head_dim_v: int
     strides: tuple[tuple[int, int, int], ...]
 
+    def padded_rows(self, block_q: int) -> int:
+        """Rows of a workspace with room for whole blocks of queries."""
+        return -(-self.seqlen_q // block_q) * block_q
+
     def scalars(self, scale: float) -> dict[str, int | float]:
         return {
             "batches": self.batch,
@@ -140,7 +144,9 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 
 def row_strides(strides: tuple[int, ...], layout: str) -> tuple[int, int, int]:
-    """(batch, head, row) strides."""
+    """(batch, head, row) strides; of packed sequences there is one batch."""
+    if layout == "thd":
+        return strides[0], strides[1], strides[0]
     return (strides[0], strides[2], strides[1]) if layout == "bshd" else (strides[0], strides[1], strides[2])
 
 
@@ -154,7 +160,7 @@ def gapless(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def aligned_rows(library: Library, array: Any) -> bool:
     """True where every row starts on a 16-byte boundary if the first does (elements of 2 bytes)."""
-    sizes = zip(array.shape[:3], library.strides(array)[:3], strict=True)
+    sizes = zip(array.shape[:-1], library.strides(array)[:-1], strict=True)
     return all(size <= 1 or stride % 8 == 0 for size, stride in sizes)
 
 
@@ -171,7 +177,7 @@ def unreadable(library: Library, layout: str, arrays: dict[str, Any]) -> tuple[s
         if name in VECTORS:
             readable = strides == gapless(array.shape)
         else:
-            readable = strides[3] == 1 and aligned_rows(library, array) and in_reach(row_strides(strides, layout)[2])
+            readable = strides[-1] == 1 and aligned_rows(library, array) and in_reach(row_strides(strides, layout)[2])
         if not readable:
             found.append(name)
     return tuple(found)

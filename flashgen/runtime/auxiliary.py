@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flashgen.ir.dtype import DType
@@ -85,11 +85,11 @@ def check(spec: Spec, problem: Problem, library: Library, arrays: Mapping[str, A
         )
 
 
-def layouts(spec: Spec, library: Library, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def layouts(names: Iterable[str], library: Library, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of each array the strides, in elements, and the last index of each axis: what a kernel is told beside the
     address."""
     return {
-        item.name: (*library.strides(array), *(min(max(size - 1, 0), LARGEST) for size in array.shape))
-        for item in spec.arrays
-        for array in (arrays[item.name],)
+        name: (*library.strides(array), *(min(max(size - 1, 0), LARGEST) for size in array.shape))
+        for name in names
+        for array in (arrays[name],)
     }

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 BSHD_TO_BHSD = (0, 2, 1, 3)
+PACKED = "thd"  # the layout of packed sequences: one batch for the kernels
 
 
 def forward(
@@ -24,12 +25,12 @@ def forward(
 
     arrays = {name: _inward(library, layout, given[name]) for name in "qkv"} | _read(stages[0], library, given)
     o, lse = outputs
-    problem, width = call.problem, given["v"].shape[3]
+    problem, width = call.problem, given["v"].shape[-1]
     arrays["o"] = np.full((problem.batch, problem.heads, problem.seqlen_q, width), np.nan, np.float32)
-    arrays["lse"] = np.full(call.lse_shape, np.nan, np.float32)
+    arrays["lse"] = np.full((problem.batch, problem.heads, problem.seqlen_q), np.nan, np.float32)
     _run(stages[0], arrays, call)
     _outward(library, layout, arrays["o"], o)
-    lse[...] = library.from_numpy(arrays["lse"], lse, float32=True)
+    lse[...] = library.from_numpy(arrays["lse"].reshape(call.lse_shape), lse, float32=True)
 
 
 def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: Any, given: dict[str, Any]) -> None:
@@ -39,27 +40,26 @@ def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: An
     arrays = _read(stages[0], library, given)
     for name in given.keys() - arrays.keys():
         array, vector = given[name], name in ("lse", "dlse")
-        arrays[name] = library.to_numpy(array) if vector else _inward(library, layout, array)
+        arrays[name] = _vector(library, layout, array) if vector else _inward(library, layout, array)
     for name in ("dq", "dk", "dv"):
         arrays[name] = np.full_like(arrays[name], np.nan)
     sizes = stages[2].plan.sizes
     problem = call.problem
-    padded = -(-problem.seqlen_q // sizes["block_q"]) * sizes["block_q"]
-    rows = (problem.batch, problem.heads, padded)
+    rows = (problem.batch, problem.heads, problem.padded_rows(sizes["block_q"]))
     arrays |= {name: np.full(rows, np.nan, np.float32) for name in ("lse_log2", "delta")}
     arrays["dq_workspace"] = np.full((*rows, sizes["head_dim"]), np.nan, np.float32)
     for stage in stages[1:]:
-        _run(stage, arrays, call)
+        _run(stage, arrays, call, sizes["block_q"])
     for name in ("dq", "dk", "dv"):
         _outward(library, layout, arrays[name], given[name])
 
 
-def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any) -> None:
+def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any, padding: int = 0) -> None:
     from flashgen.interp import tile
 
     kernel = lower.tile(stages.tile)
     used = {item.name for item in kernel.buffers}
-    scalars = call.problem.scalars(call.scale)
+    scalars = call.problem.scalars(call.scale) | {"padding": padding}
     tile.run(kernel, stages.plan.sizes, {name: array for name, array in arrays.items() if name in used}, scalars)
 
 
@@ -73,9 +73,17 @@ def _read(stages: Stages, library: Library, given: dict[str, Any]) -> dict[str, 
 
 def _inward(library: Library, layout: str, array: Any) -> np.ndarray:
     host = library.to_numpy(array)
+    if layout == PACKED:
+        return host.transpose(1, 0, 2)[None]
     return host.transpose(BSHD_TO_BHSD) if layout == "bshd" else host
 
 
+def _vector(library: Library, layout: str, array: Any) -> np.ndarray:
+    host = library.to_numpy(array)
+    return host[None] if layout == PACKED else host
+
+
 def _outward(library: Library, layout: str, array: np.ndarray, target: Any) -> None:
-    laid_out = array.transpose(BSHD_TO_BHSD) if layout == "bshd" else array
+    laid_out = array[0].transpose(1, 0, 2) if layout == PACKED else array
+    laid_out = array.transpose(BSHD_TO_BHSD) if layout == "bshd" else laid_out
     target[...] = library.from_numpy(laid_out, target)

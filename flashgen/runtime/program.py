@@ -107,6 +107,8 @@ class Program:
         """How TMA sees an array of (batch, head, row, column): a box is 64 columns of some rows of some heads."""
         batches, heads, rows, cols = (int(scalars[dim]) for dim in item.shape)
         block = (64, *box(self.stages.machine, item.name, self.stages.plan.sizes))
+        if item.shape[0] == "one":  # packed sequences
+            return TensorMap.of_sequences(item.dtype.name, (cols, rows, heads), strides[2], strides[1], block)
         return TensorMap(item.dtype.name, (cols, rows, heads, batches), tuple(reversed(strides[:3])), block)
 
 

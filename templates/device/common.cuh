@@ -153,6 +153,20 @@ struct Array {
   }
 };
 
+// The sequence in which a block of rows lies: the last one below `count` with offsets[sequence] / rows + sequence <= block.
+__device__ __forceinline__ int sequence_of(const Array<int, 1>& offsets, int count, int rows, int block) {
+  int found = 0;
+  for (int behind = count; behind - found > 1;) {
+    const int middle = (found + behind) / 2;
+    if (offsets.at(middle) / rows + middle <= block) {
+      found = middle;
+    } else {
+      behind = middle;
+    }
+  }
+  return found;
+}
+
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }

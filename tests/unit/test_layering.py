@@ -25,6 +25,7 @@ LAYERS = [
     {"build"},
     {"runtime"},
     {"kernel", "catalog"},
+    {"varlen"},
     {"api"},
     {"__init__"},
     {"integrations", "bench"},
