@@ -19,7 +19,6 @@ WARPGROUP_WARPS = 4
 PANEL = 64  # columns that TMA writes side by side, which is also the largest part of a product's columns that moves
 OWN_ROWS = "own rows"
 OWN_COLUMNS = "own columns"
-STEP_BEFORE = "step before"
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,7 @@ class Describe(Sm90Stmt):
     """Where a shared tile begins, as a wgmma descriptor has it: for the products behind it that read this tile.
 
     part: "" for the whole tile, as of K and V; OWN_ROWS for the rows of this warpgroup alone, as of Q; OWN_COLUMNS for
-    its panel; STEP_BEFORE for the whole tile of the step before, where that of this step is read too.
+    its panel.
     """
 
     tile: Tile

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from flashgen.ir.nodes import For, Kernel, Tile
+from flashgen.ir.nodes import Kernel, Tile
 from flashgen.ir.visit import statements
 from flashgen.machine.sm90 import (
     OWN_COLUMNS,
     OWN_ROWS,
-    STEP_BEFORE,
     WARPGROUP_ROWS,
     WARPGROUP_WARPS,
     ArriveEmpty,
@@ -31,19 +30,7 @@ def operands(kernel: Kernel, stmt: Wgmma) -> tuple[Describe, ...]:
     if isinstance(stmt.a, Tile):
         down = "" if by_columns else OWN_COLUMNS
         found.append(Describe(stmt.a, "" if alone else down if stmt.transpose_a else OWN_ROWS))
-    earlier = stmt.accumulate and stmt.b.buffer in carried(kernel)
-    return (*found, Describe(stmt.b, OWN_COLUMNS if by_columns else STEP_BEFORE if earlier else ""))
-
-
-def carried(kernel: Kernel) -> set[str]:
-    """Tiles that are read in two steps of a loop: in their own, and in the next one by the product that adds."""
-    found = set()
-    for loop in (stmt for stmt in statements(kernel.body) if isinstance(stmt, For)):
-        products = [stmt for stmt in loop.body if isinstance(stmt, Wgmma)]
-        tiles = {place for stmt in products for place in stmt.reads() if isinstance(place, Tile)}
-        names = [tile.buffer for tile in tiles]
-        found |= {name for name in names if names.count(name) > 1}
-    return found
+    return (*found, Describe(stmt.b, OWN_COLUMNS if by_columns else ""))
 
 
 def arrivals(kernel: Kernel, computing_warps: int) -> dict[tuple[str, str], int]:

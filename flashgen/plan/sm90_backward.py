@@ -9,7 +9,7 @@ Where a head is too wide for both accumulators, dQ is left to the second kernel,
 of the first for 64 rows of keys.
 
 Traits of a candidate: "late" (the product of P and dO is issued when dS is done, not before it is computed), "divided"
-(one warpgroup computes P and dV, the other dP, dS and dK), "overlapped" (the product for dQ runs under the next step).
+(one warpgroup computes P and dV, the other dP, dS and dK).
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ OVERHEAD_REGISTERS = 16
 # The same where functions load elements that differ by row and column: the vectors of the step are not there yet.
 LOADING_REGISTERS = 16
 BLOCKS = (64, 80, 96, 112, 128)
-# What goes on top where two steps are under way. Compiled by NVRTC 13.5: a tile with that many more is serialized.
-OVERLAP_REGISTERS = 4
 # Clocks of a step that no other work covers (fitted on an H200).
 STEP_LATENCY = 1400
 # What a single stage adds to that, as a part of it. The first tile of a step is read again by its last product, so with
@@ -73,7 +71,7 @@ def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
         yield from _divided_candidates(kernel)
         return
     own, other = ("block_kv", "block_q") if kernel.name == "attention_backward" else ("block_q", "block_kv")
-    traits = (("late",), ()) if kernel.name == "attention_backward" else (("overlapped",), ())
+    traits: tuple[tuple[str, ...], ...] = (("late",), ()) if _has_trait(kernel) else ((),)
     for warpgroups, block, depths, trait in product((2, 3), BLOCKS, ((2, 2), (2, 1), (1, 1)), traits):
         layouts = dict.fromkeys((item.name for item in _register_tiles(kernel)), (4 * warpgroups, 1))
         if _adds_dq(kernel):
@@ -83,8 +81,6 @@ def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
             layouts["dq_acc"] = layout
         staged = [(name, depth) for names, depth in zip(STAGED[kernel.name], depths, strict=True) for name in names]
         exchanged = [("ds_tile", 2)] if _adds_dq(kernel) else []
-        if "overlapped" in trait and depths[0] < 2:
-            continue  # K of a step is still read while that of the next is
         yield Candidate(
             blocks=((own, 64 * warpgroups), (other, block)),
             warps=4 * warpgroups + 4,
@@ -105,6 +101,11 @@ def _divided_candidates(kernel: Kernel) -> Iterator[Candidate]:
         stages = (("q_tile", q), ("lse_tile", q), ("dout_tile", dout), ("delta_tile", dout), (HANDED, handed))
         blocks = (("block_kv", 64), ("block_q", block_q))
         yield Candidate(blocks, 12, stages, layouts, ("divided",))
+
+
+def _has_trait(kernel: Kernel) -> bool:
+    """True for the kernel that multiplies P and dO, early or late."""
+    return kernel.name == "attention_backward"
 
 
 def _adds_dq(kernel: Kernel) -> bool:
@@ -199,10 +200,7 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         return max((widest + 2 * tile + tile // 2) // 2, loading) + OVERHEAD_REGISTERS  # dK or dV, P, dP, dS packed
     threads = 32 * (candidate.warps - 4)
     tiles = accumulator_registers(kernel, sizes, threads, dict(candidate.layouts))
-    if "overlapped" in candidate.traits:  # dS is still multiplied while the next scores are computed
-        tiles += sizes["block_q"] * sizes["block_kv"] // 2 // threads + OVERLAP_REGISTERS
-    main = kernel.name == "attention_backward"
-    replaced = "late" in candidate.traits if main else on_scores(kernel)[0] < MANY_FUNCTIONS
+    replaced = "late" in candidate.traits if _has_trait(kernel) else on_scores(kernel)[0] < MANY_FUNCTIONS
     if replaced and any(item.name == "slope" for item in kernel.buffers):
         # P is multiplied by the slope while it is packed, so that the one replaces the other piece by piece. Compiled
         # by NVRTC 13.5 that holds in both kernels, but not without "late" (4 to 12 bytes are spilled), and for dQ alone

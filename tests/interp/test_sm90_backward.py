@@ -14,7 +14,6 @@ from flashgen.interp import machine, tile
 from flashgen.interp.common import Deadlock, Hazard
 from flashgen.ir.dtype import BF16, F16
 from flashgen.ir.expr import Const, J
-from flashgen.ir.nodes import For
 from flashgen.ir.visit import statements
 from flashgen.lower.sm90 import roles
 from flashgen.machine.base import AddFragment, Assign, MapFragment, StoreFragment
@@ -107,72 +106,6 @@ def test_the_deterministic_kernels_equal_their_tile_form(causal, block):
     case = Problem(spec, 1, 2, 1, 150, 200)
     equals_tile(case, nests.backward(spec), (0,), block=block)
     equals_tile(case, nests.backward_dq(spec), (0,), block=block)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("lengths", "head_dim", "head_dim_v", "heads", "dtype"),
-    [
-        ((150, 500), 64, 64, (2, 1), BF16),  # many steps
-        ((200, 140), 128, 96, (2, 1), F16),  # rows that see no key
-        ((130, 60), 64, 64, (1, 1), BF16),  # one step
-        ((70, 0), 64, 64, (1, 1), BF16),  # none: dQ is zero
-        ((100, 200), 256, 192, (1, 1), BF16),
-    ],
-)
-@pytest.mark.parametrize("traits", [("overlapped",), ()], ids=str)
-def test_dq_alone_equals_its_tile_form(traits, causal, lengths, head_dim, head_dim_v, heads, dtype):
-    spec = Spec(head_dim, head_dim_v, dtype, causal, deterministic=True)
-    equals_tile(Problem(spec, 1, *heads, *lengths), nests.backward_dq(spec), (0, 1), block=64, traits=traits)
-
-
-def overlapped():
-    """A problem, and the kernel of dQ whose last product runs under the next step."""
-    spec = Spec(64, 64, deterministic=True)
-    nest = nests.backward_dq(spec)
-    return Problem(spec, 1, 1, 1, 130, 500), lower.run(nest, chosen := plan(nest, spec, traits=("overlapped",))), chosen
-
-
-def test_dq_of_a_step_is_issued_behind_the_scores_of_the_next():
-    loop = next(
-        stmt
-        for role in statements(overlapped()[1].body)
-        if isinstance(role, Role) and role.role == "consumer"
-        for stmt in role.body
-        if isinstance(stmt, For)
-    )
-    assert [stmt.acc for stmt in loop.body if isinstance(stmt, Wgmma)] == ["s", "dp", "dq_acc"]
-    waits = [(stmt.pending, stmt.done) for stmt in loop.body if isinstance(stmt, WaitWgmma)]
-    assert waits == [(2, ("s",)), (1, ("dp",)), (0, ("dq_acc",))]
-
-
-OVERLAPPED_FAULTS = {
-    "K is released with the scores": (
-        lambda k: changed(k, WaitWgmma, lambda s: [s, ArriveEmpty(tile_of_scores(k))], 2),
-        "released|overwritten|in flight|without a wait for its load",
-    ),
-    "K is never released": (lambda k: without(k, ArriveEmpty, 0, of("k_tile")), "waits at"),
-    "dS is overwritten under dQ": (
-        lambda k: without(k, WaitWgmma, 0, lambda s: s.done == ("dq_acc",)),
-        "product in flight|used while a product",
-    ),
-}
-
-
-def tile_of_scores(kernel):
-    loops = [s for s in statements(kernel.body) if isinstance(s, For)]
-    return next(s.b for s in loops[-1].body if isinstance(s, Wgmma) and s.acc == "s")
-
-
-@pytest.mark.parametrize("fault", OVERLAPPED_FAULTS)
-def test_planted_faults_of_overlapped_steps_are_reported(fault):
-    plant, message = OVERLAPPED_FAULTS[fault]
-    case, kernel, chosen = overlapped()
-    before, faulty = prepared(case, chosen), plant(kernel)
-    assert faulty != kernel
-    with pytest.raises((Hazard, Deadlock), match=message):
-        for seed in range(8):
-            machine.run(faulty, chosen, copies(before), case.scalars, seed)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -8,7 +8,7 @@ from flashgen.ir.dtype import I32
 from flashgen.ir.expr import Const, Expr, Var, binary, substitute
 from flashgen.ir.graph import access, independent
 from flashgen.ir.nodes import For, If, Kernel, Let, Scalar, Stmt, Tile
-from flashgen.ir.visit import Body, inline_lets, rewrite, statements, substitute_stmt
+from flashgen.ir.visit import Body, inline_lets, rewrite, substitute_stmt
 from flashgen.lower.sm90.roles import in_role
 from flashgen.lower.sm90.stages import parity
 from flashgen.machine.base import ReduceRows
@@ -22,60 +22,50 @@ def overlap(kernel: Kernel, plan: Plan) -> Kernel:
     """Issue the next scores before the last product of a step: softmax then runs while the matrix units work.
 
     Step n of the loop multiplies P of step n - 1 by V behind the scores of step n; the first step has no such product
-    and stands before the loop, the last one's stands behind it. Where the scores and the gradient of P come first, and
-    the plan says "overlapped", dQ is what stays behind.
-    Invariant: the products are independent in the dataflow graph.
+    and stands before the loop, the last one's stands behind it.
+    Invariant: the two products are independent in the dataflow graph.
     """
-    leading = (1, 2) if plan.has("overlapped") else (1,)
-    changed = in_role(kernel, "consumer", lambda body: rewrite(body, lambda stmt: _rotated(stmt, leading)))
-    if not any(isinstance(stmt, WaitFull) and stmt.behind for stmt in statements(changed.body)):
-        return changed
-    return changed.having(scalars=(*kernel.scalars, Scalar("zero", I32)))
+    changed = in_role(kernel, "consumer", lambda body: rewrite(body, _rotated))
+    return kernel if changed == kernel else changed.having(scalars=(*kernel.scalars, Scalar("zero", I32)))
 
 
-def _rotated(loop: Stmt, leading: tuple[int, ...]) -> Stmt | Body:
-    """A loop of so many products, one behind the other, and a last one at its end; others stay as they are."""
+def _rotated(loop: Stmt) -> Stmt | Body:
     if not isinstance(loop, For):
         return loop
     lets = tuple(stmt for stmt in loop.body if isinstance(stmt, Let))
     steps = tuple(stmt for stmt in loop.body if not isinstance(stmt, Let))
-    products = [at for at, stmt in enumerate(steps) if isinstance(stmt, Wgmma)]
-    count = len(products) - 1
-    if count not in leading or products != [*range(count), len(steps) - 1]:
+    if [at for at, stmt in enumerate(steps) if isinstance(stmt, Wgmma)] != [0, len(steps) - 1]:
         return loop
-    first, last = steps[:count], steps[-1]
+    first, last = steps[0], steps[-1]
     assert isinstance(last, Wgmma)
-    if not all(independent((stmt, last), 0, 1) for stmt in first):
+    if not independent((first, last), 0, 1):
         return loop
-    known = {place for stmt in first for place in stmt.reads()}
-    middle = _awaiting(steps[count:-1], last, known)
+    middle = _awaiting(steps[1:-1], last)
     some = loop.start < loop.stop
-    before = tuple(at_step(loop, stmt, loop.start) for stmt in (*first, *middle))
+    before = tuple(at_step(loop, stmt, loop.start) for stmt in (first, *middle))
     behind = at_step(loop, last, binary("-", Var(loop.axis), Const(1)))
     final = at_step(loop, last, binary("-", loop.stop, Const(1)))
     return (
         If(some, before, note="the first step has no product to overlap with"),
-        replace(loop, start=loop.start + 1, body=(*lets, *first, behind, *middle)),
+        replace(loop, start=loop.start + 1, body=(*lets, first, behind, *middle)),
         If(some, (final,), note="the product of the last step"),
     )
 
 
-def _awaiting(middle: Body, last: Wgmma, known: set) -> Body:
+def _awaiting(middle: Body, last: Wgmma) -> Body:
     """The statements between the products, with the wait for the last one's tile before anything that has to wait for
-    the same product of the step before; none for a tile that is known to have landed.
+    the same product of the step before.
 
     It is not needed before the next step. But the compiler moves a wait for products up to the next branch, past the
     softmax that should run meanwhile, and this wait is a branch. It depends on the sum of P, or P too would be moved.
     """
-    tiles = [place for place in last.reads() if isinstance(place, Tile) and place not in known]
-    if not tiles:
-        return middle
     own = access(last)
     first = next(at for at, stmt in enumerate(middle) if access(stmt).writes & (own.reads | own.writes))
     total = next(stmt.dst for stmt in middle[:first] if isinstance(stmt, ReduceRows) and stmt.op == "sum")
     waits = tuple(
         WaitFull(tile, parity(tile), behind=total, note="for the next product; by its look at the sum, behind softmax")
-        for tile in tiles
+        for tile in last.reads()
+        if isinstance(tile, Tile)
     )
     return (*middle[:first], *waits, *middle[first:])
 

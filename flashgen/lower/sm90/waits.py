@@ -30,7 +30,6 @@ from flashgen.machine.sm90 import (
     WarpgroupBarrier,
     Wgmma,
 )
-from flashgen.machine.sm90_facts import carried
 from flashgen.plan.plan import Plan
 
 OUTPUT = Tile("o_tile")
@@ -78,14 +77,13 @@ def guard_reads(kernel: Kernel, plan: Plan) -> Kernel:
 
     def change(body: Body) -> Body:
         result: list[Stmt] = []
-        seen: set[str] = set()
+        seen: set[Tile] = set()
         for stmt in within(body, change, NESTED):
             if isinstance(stmt, Wgmma):
                 places = [place for place in stmt.reads() if isinstance(place, Tile) and place.buffer in loaded]
-                # What a body reads of a tile behind this is of an earlier step.
-                tiles = [place for place in places if place.buffer not in known | seen]
-                result += [WaitFull(tile, parity(tile)) for tile in tiles]
-                seen |= {tile.buffer for tile in tiles}
+                tiles = [place for place in places if place.buffer not in known]
+                result += [WaitFull(tile, parity(tile)) for tile in tiles if tile not in seen]
+                seen |= set(tiles)
             result.append(stmt)
         return tuple(result)
 
@@ -120,13 +118,11 @@ def wait_products(kernel: Kernel, plan: Plan) -> Kernel:
     Invariant: no statement touches what a product in flight reads from registers or writes.
     """
     returned = {name for name in _loaded(kernel) if name not in _loaded_once(kernel)}
-    kept = carried(kernel)
-    return in_role(kernel, "consumer", lambda body: _waited(kernel, body, returned, kept))
+    return in_role(kernel, "consumer", lambda body: _waited(kernel, body, returned))
 
 
-def _waited(kernel: Kernel, body: Body, returned: set[str], kept: set[str]) -> Body:
-    """The body with its waits; `returned` are the tiles whose stages the loads take again, `kept` those of them that
-    only a product which adds is the last to read."""
+def _waited(kernel: Kernel, body: Body, returned: set[str]) -> Body:
+    """The body with its waits; `returned` are the tiles whose stages the loads take again."""
     result: list[Stmt] = []
     flying: list[Wgmma] = []
 
@@ -136,7 +132,7 @@ def _waited(kernel: Kernel, body: Body, returned: set[str], kept: set[str]) -> B
         done = flying[:count]
         del flying[:count]
         result.append(WaitWgmma(len(flying), tuple(dict.fromkeys(stmt.acc for stmt in done))))
-        tiles = [tile for stmt in done for tile in _tiles(stmt) if stmt.accumulate or tile.buffer not in kept]
+        tiles = [tile for stmt in done for tile in _tiles(stmt)]
         held.update(dict.fromkeys(tile for tile in tiles if tile.buffer in returned and goes_round(kernel, tile)))
 
     def release(rest: Body) -> None:
@@ -151,7 +147,7 @@ def _waited(kernel: Kernel, body: Body, returned: set[str], kept: set[str]) -> B
     for at, stmt in enumerate(body):
         if isinstance(stmt, NESTED):
             finish(len(flying) if isinstance(stmt, For | WhileLoop) else _conflicts(stmt, flying))
-            stmt = replace(stmt, body=_waited(kernel, stmt.body, returned, kept))  # type: ignore[attr-defined, call-arg]
+            stmt = replace(stmt, body=_waited(kernel, stmt.body, returned))  # type: ignore[attr-defined, call-arg]
         elif isinstance(stmt, Assign) and stmt.name in _counted(held, flying):
             finish(len(flying))  # a stage has its name only until the counter goes on
             release(())
