@@ -101,6 +101,13 @@ TABLE: dict[Key, Measured] = {
         traits=("dynamic", "in turns", "guessed maximum"),
         limit=4096,
     ),
+    ("sm_90a", "attention_backward_dq", 128, 128, False, ""): Measured(
+        (("block_q", 128), ("block_kv", 96)),
+        12,
+        (2, 2),
+        "NVIDIA H200, 2026-12-02, 467 TFLOP/s beside 450 with 128 keys, at 8192: "
+        "the deterministic backward with each candidate for its last kernel",
+    ),
     ("sm_90a", "attention_forward", 256, 256, False, ""): Measured(
         (("block_q", 128), ("block_kv", 80)),
         12,
