@@ -29,14 +29,18 @@ def attention(
     scale: float | None,
     mask_aux: Any,
     score_aux: Any,
+    sinks: Any,
 ) -> Any:
     """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own."""
     for name, arrays in (("mask_aux", mask_aux or ()), ("score_aux", score_aux or ())):
         for place, array in enumerate(arrays):
             if getattr(array, "requires_grad", False):
-                raise ValueError(f"{name}[{place}] requires grad, and gradients are of q, k and v alone; detach it")
+                raise ValueError(
+                    f"{name}[{place}] requires grad, and gradients are of q, k, v and sinks alone; detach it"
+                )
     try:
-        return _Attention.apply(q, k, v, kernel, scale, len(mask_aux or ()), *(mask_aux or ()), *(score_aux or ()))
+        aux = (*(mask_aux or ()), *(score_aux or ()))
+        return _Attention.apply(q, k, v, sinks, kernel, scale, len(mask_aux or ()), *aux)
     except NotImplementedError:
         raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
     except RuntimeError:
@@ -54,7 +58,7 @@ def check_memory(tensors: dict[str, torch.Tensor]) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps q, k, v, o, lse and what functions read: O(seqlen) memory beside; the backward recomputes the rest."""
+    """Keeps its inputs, o and lse: O(seqlen) memory beside; the backward recomputes the rest."""
 
     @staticmethod
     def forward(
@@ -62,13 +66,15 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sinks: torch.Tensor | None,
         kernel: Kernel,
         scale: float | None,
         masks: int,
         *aux: torch.Tensor,
     ) -> Any:
-        o, lse = kernel.forward(q, k, v, scale=scale, mask_aux=aux[:masks] or None, score_aux=aux[masks:] or None)
-        ctx.save_for_backward(q, k, v, o, lse, *aux)
+        read = {"mask_aux": aux[:masks] or None, "score_aux": aux[masks:] or None, "sinks": sinks}
+        o, lse = kernel.forward(q, k, v, scale=scale, **read)
+        ctx.save_for_backward(q, k, v, sinks, o, lse, *aux)
         ctx.set_materialize_grads(False)
         ctx.kernel, ctx.scale, ctx.masks = kernel, scale, masks
         return o, lse
@@ -76,9 +82,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        q, k, v, o, lse, *aux = ctx.saved_tensors
-        read = {"mask_aux": aux[: ctx.masks] or None, "score_aux": aux[ctx.masks :] or None}
+        q, k, v, sinks, o, lse, *aux = ctx.saved_tensors
+        read = {"mask_aux": aux[: ctx.masks] or None, "score_aux": aux[ctx.masks :] or None, "sinks": sinks}
         if dout is None:
             dout = torch.zeros_like(o)
-        dq, dk, dv = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, scale=ctx.scale, **read)
-        return dq, dk, dv, None, None, None, *(None for _ in aux)
+        dq, dk, dv, *more = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, scale=ctx.scale, **read)
+        dsinks = more[0] if more else None
+        return dq, dk, dv, dsinks, None, None, None, *(None for _ in aux)
