@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen import debug, variants
+from flashgen.ir.dtype import F32
 from flashgen.kernel import Aux, Kernel, current_arch, kernel_for, traced_by_torch, untraced
 from flashgen.plan.arch import parse_arch
 from flashgen.runtime import sequences
@@ -37,6 +38,7 @@ def compile(
     mask_mod: Callable | None = None,
     score_mod: Callable | None = None,
     varlen: bool = False,
+    sinks: bool = False,
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
@@ -58,11 +60,18 @@ def compile(
         types are assumed; for others the kernel makes another of itself.
     varlen: sequences of different lengths are packed one behind the other, and the kernel, a VarlenKernel, is called as
         `varlen_attention` is.
+    sinks: each head has a logit that takes part in the denominators of its softmax alone, which a call brings:
+        kernel(q, k, v, sinks=t), t of shape (heads,), float32 or `dtype`. P = exp(s) / (sum exp(s) + exp(t)), the LSE
+        counts t in, and t has a gradient. A query that sees no key has o = 0 and lse = t.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
     """
     _check_choices(deterministic, layout, target, varlen)
+    if not isinstance(sinks, bool):
+        raise TypeError(f"sinks = {sinks!r:.40} must be True or False; the call brings the array, kernel(..., sinks=t)")
+    if sinks and varlen:
+        raise ValueError("sinks = True with varlen is not supported; call a kernel with sinks for each sequence")
     if debug.interpret():
         target = "interpret"
     width = head_dim if head_dim_v is None else head_dim_v
@@ -71,7 +80,7 @@ def compile(
         options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes)
         bottom_right, mask, score = variants.functions(causal, *options)
         same = (head_dim, width, parse_dtype(dtype), bottom_right, deterministic)
-        return Spec(*same, mask=mask, score=score, varlen=varlen)
+        return Spec(*same, mask=mask, score=score, varlen=varlen, sinks=F32 if sinks else None)
 
     spec = traced(None, None)
     layout, kind = (sequences.LAYOUT, VarlenKernel) if varlen else (layout, Kernel)
@@ -110,18 +119,19 @@ def attention(
     score_mod: Callable | None = None,
     mask_aux: Aux = None,
     score_aux: Aux = None,
+    sinks: Any = None,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
     CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux and score_aux as a kernel.
+    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux and sinks as a kernel.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
-    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux}
+    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
     if traced_by_torch():
         return untraced(attention)(q, k, v, causal, scale, layout, return_lse, **options, **arrays)
     library_of(q)
@@ -129,11 +139,12 @@ def attention(
     check_dimensions("q", q)
     check_dimensions("v", v)
     dims, surroundings = (q.shape[3], v.shape[3]), (current_arch(), debug.interpret())
-    if isinstance(causal, bool) and all(option is None for option in options.values()):
+    if isinstance(causal, bool) and sinks is None and all(option is None for option in options.values()):
         _check_layout(layout)
         kernel = _compiled(*dims, q.dtype, causal, layout, *surroundings)
     else:  # traced each time: what a function refers to may have changed
         dtype = str(q.dtype).removeprefix("torch.")
+        options["sinks"] = sinks is not None
         kernel = compile(dims[0], causal, head_dim_v=dims[1], dtype=dtype, layout=layout, **options)
     return kernel(q, k, v, scale=scale, return_lse=return_lse, **arrays)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 from flashgen import debug, lower
 from flashgen.attention import backward as backward_nests
 from flashgen.attention import forward as forward_nest
+from flashgen.attention import sinks as sink_nests
 from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
@@ -116,7 +117,7 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 
 @cache
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
-    """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq.
+    """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), what makes dq, and dsinks.
 
     None of them packs heads. The derivative of a score function may take a tile too many, or what functions load from
     arrays: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken.
@@ -163,7 +164,14 @@ def backward_with(spec: Spec, main: Plan, dq: Plan | None = None) -> tuple[Stage
         last = _finish(dq_nest, dq or planner.plan(dq_nest, spec, arch), spec)
     else:
         last = follow(backward_nests.convert_dq)
-    return follow(backward_nests.delta), _finish(nest, main, spec), last
+    return follow(backward_nests.delta), _finish(nest, main, spec), last, *_of_sinks(spec, portable)
+
+
+def _of_sinks(spec: Spec, arch: Arch) -> Iterator[Stages]:
+    """The kernels of the gradient of the sinks, where the spec has them."""
+    for make in (sink_nests.partial_sums, sink_nests.gradient) if spec.sinks else ():
+        kernel = make(spec)
+        yield _finish(kernel, planner.plan_sums(kernel, spec, arch), spec)
 
 
 def everything(spec: Spec, arch: Arch) -> dict[str, Stages]:

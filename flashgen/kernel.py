@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch, portable_record
-from flashgen.runtime import auxiliary, launch, workspaces
+from flashgen.runtime import auxiliary, launch, sink_arrays, workspaces
 from flashgen.runtime.arguments import (
     VECTORS,
     Problem,
@@ -110,8 +110,8 @@ class Kernel:
         self._pinned = pinned
         self._bound: dict[tuple, Any] = {}
         self._retrace = retrace
-        self._reads = bool(spec.arrays)
-        self._of_types: dict[auxiliary.Types, Kernel] = {}
+        self._reads = bool(spec.arrays) or spec.sinks is not None
+        self._of_types: dict[tuple, Kernel] = {}
 
     def __repr__(self) -> str:
         return f"<flashgen kernel {self.spec} for {self.arch.name}, {self.layout}>"
@@ -169,6 +169,7 @@ class Kernel:
         That is: zeros for the gradient of lse, where a call gives none; lse_log2 and delta, which attention_delta
         writes; dq_workspace, to which attention_backward adds dq, with head_dim padded as its plan says. The last does
         not exist where attention_backward_dq makes dq: where deterministic, and on sm_90a with a head dim over 128.
+        Sinks take a number more for each 64 queries of a head.
         The forward allocates nothing but its results.
 
         It holds for arrays with 16-byte aligned rows; others are copied, or take another plan. No GPU is needed, and
@@ -179,7 +180,7 @@ class Kernel:
         sizes = {name: parse_integer(name, size, "use a whole number") for name, size in given.items()}
         check_sizes(**sizes)
         rows = (sizes["batch"], sizes["heads"], sizes["seqlen_q"])
-        shapes = workspaces.shapes(self.programs("backward", self.spec, self.arch), *rows)
+        shapes = workspaces.shapes(self.programs("backward", self.spec, self.arch), *rows, sizes["seqlen_q"])
         return 4 * sum(map(math.prod, (rows, *shapes.values())))
 
     def __call__(
@@ -192,37 +193,48 @@ class Kernel:
         return_lse: bool = False,
         mask_aux: Aux = None,
         score_aux: Aux = None,
+        sinks: Any = None,
     ) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
 
         mask_aux, score_aux: the arrays that mask_mod and score_mod take behind the others: float32, bfloat16,
         float16 or int32, of as many dimensions as they are indexed by, with any strides.
+        sinks: of a kernel compiled with them, (heads,), float32 or the storage type: a logit for each head of q that
+        takes part in the denominators, differentiable. The LSE counts it in; a query that sees no key has it as LSE.
         """
+        read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
         if traced_by_torch():
-            options = {"scale": scale, "return_lse": return_lse, "mask_aux": mask_aux, "score_aux": score_aux}
-            return untraced(self)(q, k, v, **options)
+            return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **read)
         library = library_of(q)
         aux: dict[str, Any] = {}
-        if self._reads or mask_aux is not None or score_aux is not None:
-            aux = auxiliary.named(self.spec, mask_aux, score_aux)
+        if self._reads or mask_aux is not None or score_aux is not None or sinks is not None:
+            aux = self._arrays(**read)
         if library.name == "torch":
             torch_ops = _torch_ops()
             if torch_ops.needs_autograd(q, k, v, *aux.values()):
-                o, lse = torch_ops.attention(self, q, k, v, scale, mask_aux, score_aux)
+                o, lse = torch_ops.attention(self, q, k, v, scale, **read)
                 return (o, lse) if return_lse else o
-        o, lse = self.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+        o, lse = self.forward(q, k, v, scale=scale, **read)
         return (o, lse) if return_lse else o
 
     def forward(
-        self, q: Any, k: Any, v: Any, *, scale: float | None = None, mask_aux: Aux = None, score_aux: Aux = None
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scale: float | None = None,
+        mask_aux: Aux = None,
+        score_aux: Aux = None,
+        sinks: Any = None,
     ) -> tuple[Any, Any]:
         """o and lse, without autograd."""
         library = library_of(q)
         arrays = {"q": q, "k": k, "v": v}
-        if self._reads or mask_aux is not None or score_aux is not None:
-            kernel, aux = self._for(mask_aux, score_aux)
+        if self._reads or mask_aux is not None or score_aux is not None or sinks is not None:
+            kernel, aux = self._for(mask_aux, score_aux, sinks)
             if kernel is not self:
-                return kernel.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+                return kernel.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux, sinks=sinks)
             arrays |= aux
         return self._forward(library, arrays, scale)
 
@@ -254,24 +266,27 @@ class Kernel:
         scale: float | None = None,
         mask_aux: Aux = None,
         score_aux: Aux = None,
-    ) -> tuple[Any, Any, Any]:
-        """dq, dk, dv from the forward's inputs and outputs, the gradient of o, and (optionally) that of lse.
+        sinks: Any = None,
+    ) -> tuple[Any, ...]:
+        """dq, dk, dv (and dsinks) from the forward's inputs and outputs, the gradient of o, and optionally that of lse.
 
         o, dout: (batch, seqlen_q, heads, head_dim_v) in this kernel's layout and type. lse, dlse: float32
         (batch, heads, seqlen_q), dlse None for zero. Where a kernel cannot read one of these in place it is copied.
+        dsinks: (heads,), of the type of the sinks, summed in float32 in a fixed order.
         """
         library = library_of(q)
         arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse}
         if dlse is not None:
             arrays["dlse"] = dlse
-        kernel, aux = self._for(mask_aux, score_aux)
+        kernel, aux = self._for(mask_aux, score_aux, sinks)
         if kernel is not self:
-            return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+            read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
+            return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, **read)
         return self._backward(library, arrays | aux, scale)
 
-    def _backward(self, library: Library, arrays: dict[str, Any], scale: float | None) -> tuple[Any, Any, Any]:
-        """dq, dk and dv of arrays by name."""
-        q = arrays["q"]
+    def _backward(self, library: Library, arrays: dict[str, Any], scale: float | None) -> tuple[Any, ...]:
+        """dq, dk and dv of arrays by name, and dsinks where sinks are among them."""
+        q, sinks = arrays["q"], arrays.get("sinks")
         bound = self._bind(library, "backward", arrays, scale)
         if "dlse" not in arrays:
             arrays["dlse"] = library.zeros(bound.lse_shape, q)
@@ -279,31 +294,43 @@ class Kernel:
             arrays[name] = library.contiguous(arrays[name])
         dq, dk, dv = (library.empty(tuple(arrays[name].shape), q) for name in "qkv")
         arrays |= {"dq": dq, "dk": dk, "dv": dv}
+        if sinks is not None:
+            arrays["dsinks"] = library.empty(tuple(sinks.shape), q, float32=True)
+        self._run_backward(library, bound, arrays)
+        return (dq, dk, dv) if sinks is None else (dq, dk, dv, library.cast(arrays["dsinks"], sinks))
+
+    def _run_backward(self, library: Library, bound: Call, arrays: dict[str, Any]) -> None:
+        """Fill the gradients among the arrays."""
         if bound.launches is None:
             from flashgen.runtime import interpret
 
-            interpret.backward(self._interpreted(bound), library, self.layout, bound, arrays)
-            return dq, dk, dv
+            return interpret.backward(self._interpreted(bound), library, self.layout, bound, arrays)
         for name, shape in bound.workspaces.items():
-            arrays[name] = library.empty(shape, q, float32=True)
+            arrays[name] = library.empty(shape, arrays["q"], float32=True)
         stream = library.stream(bound.device)
         for launch_ in bound.launches:
             pointers = library.pointers([arrays[name] for name in launch_.program.tensors])
             launch_.launch(pointers, stream, bound.device)
-        return dq, dk, dv
 
-    def _for(self, mask_aux: Aux, score_aux: Aux) -> tuple[Kernel, dict[str, Any]]:
-        """The kernel for arrays of these types, one object for each spec; and the arrays by their names in it."""
+    def _arrays(self, mask_aux: Aux, score_aux: Aux, sinks: Any) -> dict[str, Any]:
+        """What a call brings beside q, k and v, by the names in the kernels."""
         arrays = auxiliary.named(self.spec, mask_aux, score_aux)
-        if self._retrace is None:
+        return arrays if sinks is None else arrays | {"sinks": sinks}
+
+    def _for(self, mask_aux: Aux, score_aux: Aux, sinks: Any = None) -> tuple[Kernel, dict[str, Any]]:
+        """The kernel for arrays of these types, one object for each spec; and the arrays by their names in it."""
+        arrays = self._arrays(mask_aux, score_aux, sinks)
+        of_sinks = sink_arrays.dtype(self.spec, sinks)
+        if self._retrace is None and of_sinks == self.spec.sinks:
             return self, arrays
         types = auxiliary.dtypes("mask_aux", mask_aux), auxiliary.dtypes("score_aux", score_aux)
-        kernel = self._of_types.get(types)
+        kernel = self._of_types.get((*types, of_sinks))
         if kernel is None:
-            spec = auxiliary.concrete(self.spec, self._retrace, types)
+            spec = auxiliary.concrete(self.spec, self._retrace, types) if self._retrace else self.spec
             kind: Any = type(self)
+            spec = replace(spec, sinks=of_sinks)
             kernel = kernel_for(spec, self.arch, self.layout, self.target, self._pinned, kind)
-            self._of_types[types] = kernel
+            self._of_types[*types, of_sinks] = kernel
         return kernel, arrays
 
     def programs(self, stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
@@ -356,11 +383,12 @@ class Kernel:
         call = Call(problem, scale, o_shape, lse_shape, device or 0, stage == "backward")
         check_results(self.spec, library, o_shape, lse_shape, arrays)
         auxiliary.check(self.spec, problem, library, arrays)
+        sink_arrays.check(problem, library, arrays)
         call.copied = unreadable(library, self.layout, arrays)
         if not on_gpu:
             return call
         assert device is not None
-        read = auxiliary.layouts(self._read(), library, arrays)
+        read = auxiliary.layouts(self._read(), library, arrays) | sink_arrays.layout(library, arrays)
         tiles = {name: array for name, array in arrays.items() if name not in (*VECTORS, *call.copied, *read)}
         strides = {name: row_strides(library.strides(array), self.layout) for name, array in tiles.items()}
         aligned = all(aligned_rows(library, array) and library.pointer(array) % 16 == 0 for array in tiles.values())
@@ -408,9 +436,9 @@ class Kernel:
                 known[name] = row_strides(gapless(shape), self.layout)
             scalars["padding"] = padding = made[1].stages.plan.sizes["block_q"]
             rows = problem.padded_rows(padding)
-            call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, rows)
-            known |= {name: gapless(shape)[:-1] for name, shape in call.workspaces.items()}
-        return tuple(program.bind(known, scalars) for program in made)
+            call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, rows, problem.seqlen_q)
+            known["dsinks"] = (problem.heads, problem.heads)
+        return tuple(program.bind(known | workspaces.strides(program, call.workspaces), scalars) for program in made)
 
     def _arch_for(self, device: int) -> Arch:
         """The chip to compile for: the one asked for, where it runs on the device."""

@@ -37,7 +37,7 @@ class VarlenKernel(Kernel):
         made = self.programs("backward", self.spec, self.arch)
         block_q = made[1].stages.plan.sizes["block_q"]
         rows = (sizes["total_q"] // block_q + sizes["batch"]) * block_q
-        shapes = workspaces.shapes(made, 1, sizes["heads"], rows)
+        shapes = workspaces.shapes(made, 1, sizes["heads"], rows, rows)
         return 4 * sum(map(math.prod, ((sizes["heads"], sizes["total_q"]), *shapes.values())))
 
     def __call__(  # type: ignore[override]
@@ -72,7 +72,7 @@ class VarlenKernel(Kernel):
             aux = auxiliary.named(self.spec, mask_aux, score_aux)
             if torch_ops.needs_autograd(q, k, v, *aux.values()):
                 told = given[3:] if seqused_k is None else (*given[3:], seqused_k)
-                o, lse = torch_ops.attention(self, q, k, v, scale, mask_aux, score_aux, told)
+                o, lse = torch_ops.attention(self, q, k, v, scale, mask_aux, score_aux, sequences=told)
                 return (o, lse) if return_lse else o
         read = {"mask_aux": mask_aux, "score_aux": score_aux}
         o, lse = self.forward(*given, seqused_k, scale=scale, max_seqlen_q=max_seqlen_q, **read)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from flashgen.attention import parts
+from flashgen.attention import parts, sinks
 from flashgen.attention.parts import (
     BATCHES,
     BLOCK_KV,
@@ -90,7 +90,9 @@ def _buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.register("o_out", "block_q", "head_dim_v", dtype=spec.dtype),
         *(parts.register(name, "block_q") for name in ("row_max", "row_max_old", "offset", "rescale", "row_sum")),
         *(parts.register(name, "block_q") for name in ("inverse", "lse_row")),
+        *(sinks.registers() if spec.sinks else ()),
         *parts.arrays(spec),
+        *parts.sinks(spec),
     )
 
 
@@ -124,6 +126,17 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
 
 def _epilogue(spec: Spec) -> tuple[Stmt, ...]:
     """Normalise, and keep log(sum exp) of each row for the backward pass."""
+    return (
+        *(sinks.epilogue(spec) if spec.sinks else _normalised()),
+        Copy(parts.rows_of("lse", HEAD, Q_START, spec.packed), "lse_row"),
+        Map("o_out", Cast(spec.dtype, load("o_acc", I, J) * load("inverse", I))),
+        Copy("o_tile", "o_out"),
+        Copy(parts.rows_of("o", HEAD, Q_START, spec.packed), "o_tile"),
+    )
+
+
+def _normalised() -> tuple[Stmt, ...]:
+    """`inverse` and `lse_row` of each row, from `offset` and `row_sum`."""
     empty = load("row_sum", I).equals(Const(0.0))
     return (
         Map("inverse", select(empty, Const(0.0), Const(1.0) / load("row_sum", I)), note="rows without keys give O = 0"),
@@ -131,8 +144,4 @@ def _epilogue(spec: Spec) -> tuple[Stmt, ...]:
             "lse_row",
             select(empty, NEG_INF, load("offset", I) * Const(math.log(2.0)) + log(load("row_sum", I))),
         ),
-        Copy(parts.rows_of("lse", HEAD, Q_START, spec.packed), "lse_row"),
-        Map("o_out", Cast(spec.dtype, load("o_acc", I, J) * load("inverse", I))),
-        Copy("o_tile", "o_out"),
-        Copy(parts.rows_of("o", HEAD, Q_START, spec.packed), "o_tile"),
     )

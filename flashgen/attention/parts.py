@@ -71,6 +71,11 @@ def arrays(spec: Spec) -> tuple[Buffer, ...]:
     )
 
 
+def sinks(spec: Spec) -> tuple[Buffer, ...]:
+    """The sink of each head, where the spec has them. It comes behind what functions read."""
+    return () if spec.sinks is None else (Buffer("sinks", ("any",), spec.sinks, Space.GLOBAL, by_element=True),)
+
+
 def rows_of(buffer: str, head: Expr, start: Expr, heads: int = 1) -> Window:
     """The tile of a tensor that starts at a row; where packed, the rows of several heads."""
     return Window(buffer, (BATCH, head, start), heads)

@@ -30,6 +30,7 @@ def attention(
     scale: float | None,
     mask_aux: Any,
     score_aux: Any,
+    sinks: Any = None,
     sequences: tuple[torch.Tensor, ...] = (),
 ) -> Any:
     """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own.
@@ -39,10 +40,12 @@ def attention(
     for name, arrays in (("mask_aux", mask_aux or ()), ("score_aux", score_aux or ())):
         for place, array in enumerate(arrays):
             if getattr(array, "requires_grad", False):
-                raise ValueError(f"{name}[{place}] requires grad, and gradients are of q, k and v alone; detach it")
+                raise ValueError(
+                    f"{name}[{place}] requires grad, and gradients are of q, k, v and sinks alone; detach it"
+                )
     try:
         read = (*(mask_aux or ()), *(score_aux or ()), *sequences)
-        return _Attention.apply(q, k, v, kernel, scale, (len(mask_aux or ()), len(sequences)), *read)
+        return _Attention.apply(q, k, v, sinks, kernel, scale, (len(mask_aux or ()), len(sequences)), *read)
     except NotImplementedError:
         raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
     except RuntimeError:
@@ -60,7 +63,7 @@ def check_memory(tensors: dict[str, torch.Tensor]) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps q, k, v, o, lse and what functions read: O(seqlen) memory beside; the backward recomputes the rest."""
+    """Keeps its inputs, o and lse: O(seqlen) memory beside; the backward recomputes the rest."""
 
     @staticmethod
     def forward(
@@ -68,14 +71,16 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sinks: torch.Tensor | None,
         kernel: Kernel,
         scale: float | None,
         counts: tuple[int, int],
         *read: torch.Tensor,
     ) -> Any:
         sequences, aux = _divided(read, counts)
-        o, lse = kernel.forward(q, k, v, *sequences, scale=scale, **aux)
-        ctx.save_for_backward(q, k, v, o, lse, *read)
+        more = {} if sinks is None else {"sinks": sinks}
+        o, lse = kernel.forward(q, k, v, *sequences, scale=scale, **aux, **more)
+        ctx.save_for_backward(q, k, v, sinks, o, lse, *read)
         ctx.set_materialize_grads(False)
         ctx.kernel, ctx.scale, ctx.counts = kernel, scale, counts
         return o, lse
@@ -83,12 +88,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        q, k, v, o, lse, *read = ctx.saved_tensors
+        q, k, v, sinks, o, lse, *read = ctx.saved_tensors
         sequences, aux = _divided(read, ctx.counts)
+        if sinks is not None:
+            aux["sinks"] = sinks
         if dout is None:
             dout = torch.zeros_like(o)
-        dq, dk, dv = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, *sequences, scale=ctx.scale, **aux)
-        return dq, dk, dv, None, None, None, *(None for _ in read)
+        dq, dk, dv, *more = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, *sequences, scale=ctx.scale, **aux)
+        return dq, dk, dv, *(more or [None]), None, None, None, *(None for _ in read)
 
 
 def _divided(read: Sequence[torch.Tensor], counts: tuple[int, int]) -> tuple[Sequence[torch.Tensor], dict[str, Any]]:

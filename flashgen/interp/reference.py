@@ -14,7 +14,12 @@ d lse_i / d s_ij = p_ij: the gradient of the LSE adds to dP - delta.
 
 With a score function f in between, s = f(scale * q k^T), and ds has its derivative as a factor.
 
-A row in which every key is masked gives o = 0 and lse = -inf, and adds nothing to any gradient.
+With sinks, a logit t for each head, the denominator has one term more, exp(t), and so has lse. Then
+
+    dt = sum_i exp(t - lse_i) (dlse_i - delta_i)
+
+A row in which every key is masked gives o = 0 and lse = -inf, and adds nothing to any gradient. With a sink its lse is
+t, of which t has the gradient.
 """
 
 import math
@@ -27,23 +32,27 @@ from flashgen.interp.common import ARITHMETIC, gather
 from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Load, Select, Unary, Var
 
 
-def forward(q, k, v, *, causal=False, scale=None, mask=None, score=None, aux=None, first_batch=0):
+def forward(q, k, v, *, causal=False, scale=None, mask=None, score=None, aux=None, first_batch=0, sinks=None):
     """(o, lse): o (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), both float64.
 
     mask, score: traced functions, as a Spec has them. aux: the arrays that they read, by their names there.
-    first_batch: the number b of the first batch to them.
+    first_batch: the number b of the first batch to them. sinks: (heads_q,), the logits that take part in the
+    denominators; None without.
     """
-    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch)
+    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks)
     return _ungroup(p @ v_heads), _rows(lse)
 
 
-def backward(q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, score=None, aux=None, first_batch=0):
-    """(dq, dk, dv) in float64, shaped as q, k and v.
+def backward(
+    q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, score=None, aux=None, first_batch=0, sinks=None
+):
+    """(dq, dk, dv) in float64, shaped as q, k and v; with sinks (dq, dk, dv, dsinks).
 
     do is (batch, seqlen_q, heads_q, head_dim_v). dlse, the gradient of the LSE, is (batch, heads_q, seqlen_q) or
     None for zero; where a row is masked entirely its value is ignored, as that of do is.
     """
-    q_heads, k_heads, v_heads, p, lse, slope = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch)
+    p_of = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks)
+    q_heads, k_heads, v_heads, p, lse, slope = p_of
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     attends = np.isfinite(lse)
     do_heads = np.where(attends, _group(do, k.shape[2]), 0.0)
@@ -54,7 +63,11 @@ def backward(q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, sco
     dq = _ungroup(ds @ k_heads) * scale
     dk = _over_group(_swap(ds) @ q_heads) * scale
     dv = _over_group(_swap(p) @ do_heads)
-    return dq, dk, dv
+    if sinks is None:
+        return dq, dk, dv
+    with np.errstate(invalid="ignore"):  # of a sink of -inf, and no key
+        share = np.exp(np.where(attends, _of_heads(sinks, lse) - lse, -np.inf))
+    return dq, dk, dv, np.sum(share * (dlse_rows - delta), axis=(0, 3, 4)).reshape(-1)
 
 
 def causal_mask(seqlen_q, seqlen_k):
@@ -65,7 +78,7 @@ def causal_mask(seqlen_q, seqlen_k):
     return np.arange(seqlen_k)[None, :] <= np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
 
 
-def _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch):
+def _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks=None):
     """q, k, v by `_group`, p (batch, heads_kv, group, seqlen_q, seqlen_k), lse (..., seqlen_q, 1), and the slope:
     the derivative of the score function, like p."""
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
@@ -88,7 +101,17 @@ def _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch):
     row_sum = np.sum(p, axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = row_max + np.log(row_sum)
-    return q_heads, k_heads, v_heads, p / np.where(row_sum > 0.0, row_sum, 1.0), lse, slope
+    p = p / np.where(row_sum > 0.0, row_sum, 1.0)
+    if sinks is not None:
+        without, lse = lse, np.logaddexp(lse, _of_heads(sinks, lse))
+        with np.errstate(invalid="ignore"):
+            p = p * np.exp(np.where(np.isfinite(without), without - lse, -np.inf))
+    return q_heads, k_heads, v_heads, p, lse, slope
+
+
+def _of_heads(sinks, lse):
+    """(heads_q,) -> (1, heads_kv, group, 1, 1), as it meets the LSE."""
+    return np.asarray(sinks, np.float64).reshape(1, *lse.shape[1:3], 1, 1)
 
 
 def _names(s, first_batch):

@@ -16,12 +16,13 @@ from flashgen.ir.nodes import Kernel, Map, Space
 from flashgen.ir.visit import statements
 from flashgen.plan import cost, sm90, sm90_backward, smem, tuned
 from flashgen.plan.arch import Arch
-from flashgen.plan.candidates import candidates
+from flashgen.plan.candidates import candidates, tile_names
 from flashgen.plan.operands import through_shared
 from flashgen.plan.plan import KIB, Candidate, Plan, Verdict
 from flashgen.spec import Spec
 
 PADDING = _PADDING.name
+SUMS = (4, 64, 64)  # warps, rows and columns: 32 numbers a thread, on a grid of few blocks
 
 
 class PlanError(ValueError):
@@ -91,6 +92,14 @@ def plan_like(kernel: Kernel, spec: Spec, arch: Arch, leader: Plan) -> Plan:
     candidate = Candidate((("block_q", block_q),), warps, (), tuple(layouts.items()))
     made = make(kernel, spec, arch, candidate, {name: leader.sizes[name] for name in ("head_dim", "head_dim_v")})
     return replace(made, source=f"the blocks of {leader.kernel}")
+
+
+def plan_sums(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
+    """The plan of a kernel that only adds up what it loads: one tile for all."""
+    warps, rows, cols = SUMS
+    layouts = tuple((name, (warps, 1)) for name in tile_names(kernel))
+    candidate = Candidate((("block_q", rows), ("block_kv", cols)), warps, (), layouts)
+    return replace(make(kernel, spec, arch, candidate), min_blocks=1, source="the shape that all of its kind have")
 
 
 def head_dims(spec: Spec, arch: Arch, kernel: str = "") -> dict[str, int]:

@@ -57,6 +57,10 @@ class Library:
     def contiguous(self, array: Any) -> Any:
         return self.module().ascontiguousarray(array)
 
+    def cast(self, array: Any, like: Any) -> Any:
+        """The array in the type of another, itself where that is its own."""
+        return array.astype(like.dtype, copy=False)
+
     def stream(self, device: int) -> int:
         """The library's current CUDA stream on a device."""
         raise NotImplementedError("NumPy has no streams")
@@ -117,6 +121,9 @@ class _Torch(Library):
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
+
+    def cast(self, array: Any, like: Any) -> Any:
+        return array.to(like.dtype)
 
     def stream(self, device: int) -> int:
         return self.module()._C._cuda_getCurrentRawStream(device)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen import lower
 from flashgen.build import Stages
 from flashgen.ir.dtype import I32
+from flashgen.runtime import workspaces
 from flashgen.runtime.arrays import Library
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: An
     import numpy as np
 
     arrays = _read(stages[0], library, given)
-    for name in given.keys() - arrays.keys():
+    for name in given.keys() - arrays.keys() - {"dsinks"}:
         array, vector = given[name], name in ("lse", "dlse")
         arrays[name] = _vector(library, layout, array) if vector else _inward(library, layout, array)
     for name in ("dq", "dk", "dv"):
@@ -49,9 +50,15 @@ def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: An
     arrays |= {name: np.full(rows, np.nan, np.float32) for name in ("lse_log2", "delta")}
     arrays["dq_workspace"] = np.full((*rows, sizes["head_dim"]), np.nan, np.float32)
     for stage in stages[1:]:
+        if stage.tile.name == "attention_sink_sums":
+            shape = workspaces.stretches(stage, problem.batch, problem.heads, problem.seqlen_q)
+            arrays["sink_sums"] = np.full(shape, np.nan, np.float32)
+            arrays["dsinks"] = np.full((1, 1, problem.heads), np.nan, np.float32)
         _run(stage, arrays, call, sizes["block_q"])
     for name in ("dq", "dk", "dv"):
         _outward(library, layout, arrays[name], given[name])
+    if "dsinks" in given:
+        given["dsinks"][...] = library.from_numpy(arrays["dsinks"][0, 0], given["dsinks"], float32=True)
 
 
 def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any, padding: int = 0) -> None:

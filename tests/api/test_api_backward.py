@@ -186,6 +186,7 @@ class Recorder:
         self.tensors = tensors
         self.stages = types.SimpleNamespace(plan=types.SimpleNamespace(sizes={"block_q": 16, "head_dim": 16}))
         self.name = name
+        self.buffers = ()
 
     def bind(self, strides, scalars):
         self.strides = strides
