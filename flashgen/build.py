@@ -102,7 +102,7 @@ def _forward_arch(spec: Spec, arch: Arch) -> Arch:
 
 @cache
 def _forward_plan(spec: Spec, arch: Arch) -> Plan:
-    return planner.plan(forward_nest.forward(spec), spec, arch)
+    return planner.plan(forward_nest.forward(spec), spec, arch, may_spill=bool(spec.arrays) and not arch.portable)
 
 
 @cache
@@ -120,23 +120,29 @@ def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), what makes dq, and dsinks.
 
     None of them packs heads. The derivative of a score function may take a tile too many, or what functions load from
-    arrays: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken.
+    arrays: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken, and of these in the
+    end those that are estimated to spill least: no function is refused.
     """
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
-    if (spec.score is not None or spec.arrays) and arch.portable:
-        ways += [(replace(spec, deterministic=True), arch), (spec, portable_record(arch))]
+    takes_more = spec.score is not None or bool(spec.arrays)
+    if takes_more:
+        apart = replace(spec, deterministic=True)
+        ways += [(apart, arch)]
+        ways += [(way, portable_record(arch)) for way in (spec, apart) if arch.portable]
     for way, chip in ways[:-1]:
         try:
             return _backward(way, chip)
         except planner.PlanError as error:
             log.info("%s: %s", spec, error)
-    return _backward(*ways[-1])
+    return _backward(*ways[-1], may_spill=takes_more)
 
 
-def _backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
-    nest = backward_nests.backward(backward_spec(spec, arch))
-    return backward_with(spec, planner.plan(nest, spec, arch))
+def _backward(spec: Spec, arch: Arch, may_spill: bool = False) -> tuple[Stages, ...]:
+    own = backward_spec(spec, arch)
+    main = planner.plan(backward_nests.backward(own), spec, arch, may_spill)
+    dq = planner.plan(backward_nests.backward_dq(own), own, arch, may_spill) if own.deterministic else None
+    return backward_with(spec, main, dq)
 
 
 def backward_spec(spec: Spec, arch: Arch) -> Spec:

@@ -6,6 +6,7 @@ a measurement on a named card says so.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from flashgen.plan.operands import through_shared
 from flashgen.plan.plan import KIB, Candidate, Plan, Verdict
 from flashgen.spec import Spec
 
+log = logging.getLogger("flashgen")
 PADDING = _PADDING.name
 SUMS = (4, 64, 64)  # warps, rows and columns: 32 numbers a thread, on a grid of few blocks
 
@@ -29,10 +31,19 @@ class PlanError(ValueError):
     """No candidate fits the chip."""
 
 
-def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
-    """The plan of one kernel, with every candidate's verdict; PlanError names the limit where none fits."""
+def plan(kernel: Kernel, spec: Spec, arch: Arch, may_spill: bool = False) -> Plan:
+    """The plan of one kernel, with every candidate's verdict; PlanError names the limit where none fits.
+
+    may_spill: where none fits, take the one that exceeds the registers least. What functions load is estimated from
+    above, and slow is better than refused.
+    """
     verdicts = judged(kernel, arch, head_dims(spec, arch, kernel.name))
     if not verdicts or verdicts[0].rejection:
+        closest = min((v for v in verdicts if may_spill and v.excess), key=_beyond, default=None)
+        if closest is not None:
+            log.info("%s: no tile of %s has the registers; %s may spill", spec, kernel.name, closest.candidate)
+            made = make(kernel, spec, arch, closest.candidate)
+            return replace(made, verdicts=tuple(verdicts), source="the fewest registers: it may spill")
         least = min(verdicts, key=_size)
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
     chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
@@ -135,7 +146,8 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     registers = cost.registers(kernel, sizes, threads, layouts)
     limit = min(arch.max_registers, arch.registers // threads)
     if registers > limit:
-        return Verdict(candidate, rejection=f"about {registers} registers a thread exceed {limit}: it would spill")
+        sentence = f"about {registers} registers a thread exceed {limit}: it would spill"
+        return Verdict(candidate, rejection=sentence, excess=registers - limit)
     blocks = cost.resident_blocks(arch, threads, registers, needed)
     work = cost.step(kernel, arch, sizes, layouts, candidate.warps)
     waited = sum(count == 1 for _, count in candidate.stages) / max(len(candidate.stages), 1)
@@ -200,6 +212,10 @@ def unrolled_depth(kernel: Kernel, sizes: dict[str, int], layouts: dict[str, tup
     if kernel.name == "attention_backward_dq":
         return 1 if max(sizes["head_dim"], sizes["head_dim_v"]) > 128 else 2
     return found if found == 4 else 1
+
+
+def _beyond(verdict: Verdict) -> tuple[int, str]:
+    return verdict.excess, str(verdict.candidate)
 
 
 def _size(verdict: Verdict) -> tuple[bool, int, int, str]:

@@ -26,6 +26,7 @@ class Problem:
     seqlen_k: int = 8
     seed: int = 0
     scale: float = 0.0
+    given: dict | None = None  # the arrays that functions read, by name; None for those of tests/functions.py
     arrays: dict = field(init=False)
     aux: dict = field(init=False)  # those that functions read, which are among the arrays
 
@@ -35,7 +36,8 @@ class Problem:
         queries, keys = (self.batches, self.heads, self.seqlen_q), (self.batches, self.heads_kv, self.seqlen_k)
         shapes = {"q": (*queries, d), "k": (*keys, d), "v": (*keys, dv), "dout": (*queries, dv)}
         self.arrays = {name: round_to(self.spec.dtype, rng.standard_normal(s)) for name, s in shapes.items()}
-        self.aux = arrays_of(self.spec, self.batches, self.heads, self.seqlen_q, self.seqlen_k, self.seed)
+        sizes = (self.batches, self.heads, self.seqlen_q, self.seqlen_k)
+        self.aux = arrays_of(self.spec, *sizes, self.seed) if self.given is None else self.given
         self.arrays |= self.aux
         if self.spec.sinks:
             self.arrays["sinks"] = round_to(self.spec.sinks, sinks_of(self.heads))
