@@ -66,7 +66,7 @@ def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
 def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
     """How many heads of a group the forward should pack into a tile, for so many queries."""
     own = _forward_arch(spec, arch)
-    if own.family != "sm90":
+    if own.family != "sm90" or spec.dropout:  # whose random numbers are made for whole tiles of one head
         return 1
 
     def block_q(packed: int) -> int:

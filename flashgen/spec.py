@@ -50,6 +50,7 @@ class Spec:
         group, up to 64. Only Hopper's forward packs, the others take it for 1.
     mask: which keys a query sees, among those that `causal` shows it; None for all of them.
     score: what takes the place of each scaled score; None for the score itself.
+    dropout: probabilities are dropped at random; with which probability, and from which seed, is said by each call.
     sinks: the type of the array with a logit for each head that takes part in the denominators; None without.
     """
 
@@ -63,6 +64,7 @@ class Spec:
     mask: Function | None = None
     score: Function | None = None
     sinks: DType | None = None
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -87,6 +89,7 @@ class Spec:
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         flags = ["causal"] * self.causal + [function.name for function in (self.mask, self.score) if function]
+        flags += ["dropout"] * self.dropout
         flags += [f"sinks_{self.sinks.cuda}"] if self.sinks else []
         flags += ["deterministic"] * self.deterministic
         flags += [] if self.aligned else ["unaligned"]

@@ -1,4 +1,4 @@
-"""Dense attention in torch with sinks, differentiable: the oracle beside `support.dense`, and its correctness rule."""
+"""Dense attention in torch with sinks and dropout, differentiable: an oracle beside `support.dense`, and its rule."""
 
 import math
 
@@ -8,8 +8,13 @@ import torch
 NAMES = ("dq", "dk", "dv")
 
 
-def dense(q, k, v, sinks=None, *, causal=False, mask=None, score=None, aux=None, dtype=torch.float64):
-    """(o, lse) of BSHD tensors by the formulas, every matrix stored in `dtype`, sums in float32 at least."""
+def dense(
+    q, k, v, sinks=None, *, causal=False, mask=None, score=None, aux=None, keep=None, p=0.0, dtype=torch.float64
+):
+    """(o, lse) of BSHD tensors by the formulas, every matrix stored in `dtype`, sums in float32 at least.
+
+    keep, p: what dropout keeps, (batch, heads, seqlen_q, seqlen_k), and the part that it drops.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
@@ -28,8 +33,10 @@ def dense(q, k, v, sinks=None, *, causal=False, mask=None, score=None, aux=None,
     column = s.new_full((heads,), -math.inf) if sinks is None else sinks.to(wide)
     s = torch.cat([s, column[None, :, None, None].expand(*s.shape[:-1], 1)], dim=-1)
     lse = torch.logsumexp(s, dim=-1)
-    p = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])[..., :-1]
-    return (p.to(dtype) @ v).transpose(1, 2), lse
+    weights = torch.exp(s - torch.where(lse == -math.inf, 0.0, lse)[..., None])[..., :-1]
+    if keep is not None:
+        weights = weights * keep / (1.0 - p)
+    return (weights.to(dtype) @ v).transpose(1, 2), lse
 
 
 def evaluate(attend, arrays, do, dlse, dtype=None):

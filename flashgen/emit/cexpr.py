@@ -6,7 +6,22 @@ import math
 from collections.abc import Callable
 
 from flashgen.ir.dtype import F32
-from flashgen.ir.expr import FUNCTIONS, PRECEDENCE, Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var, text
+from flashgen.ir.expr import (
+    FUNCTIONS,
+    PRECEDENCE,
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Expr,
+    Load,
+    Random,
+    Select,
+    Unary,
+    Var,
+    children,
+    text,
+)
 
 _C_OPERATORS = {"//": "/", "&": "&&", "|": "||"}
 _BRANCHLESS = {"//": "/"}
@@ -66,6 +81,8 @@ def _spell(
         raise ValueError(f"{text(expr)} is rounded inside of an expression; only a whole tile is packed")
     if isinstance(expr, Unary):
         return f"{_FUNCTIONS[expr.op]}({spelled(expr.x)})", _ATOM
+    if isinstance(expr, Random):
+        return f"random_word({', '.join(spelled(part) for part in children(expr))})", _ATOM
     if isinstance(expr, Select):
         condition, *either = (spelled(part, 1) for part in (expr.condition, expr.x, expr.y))
         return f"{condition} ? {' : '.join(either)}", _SELECTPRECEDENCE

@@ -30,6 +30,7 @@ def attention(
     mask_aux: Any,
     score_aux: Any,
     sinks: Any,
+    **drop: Any,
 ) -> Any:
     """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own."""
     for name, arrays in (("mask_aux", mask_aux or ()), ("score_aux", score_aux or ())):
@@ -40,7 +41,7 @@ def attention(
                 )
     try:
         aux = (*(mask_aux or ()), *(score_aux or ()))
-        return _Attention.apply(q, k, v, sinks, kernel, scale, len(mask_aux or ()), *aux)
+        return _Attention.apply(q, k, v, sinks, kernel, scale, drop, len(mask_aux or ()), *aux)
     except NotImplementedError:
         raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
     except RuntimeError:
@@ -69,14 +70,15 @@ class _Attention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         kernel: Kernel,
         scale: float | None,
+        drop: dict[str, Any],
         masks: int,
         *aux: torch.Tensor,
     ) -> Any:
         read = {"mask_aux": aux[:masks] or None, "score_aux": aux[masks:] or None, "sinks": sinks}
-        o, lse = kernel.forward(q, k, v, scale=scale, **read)
+        o, lse = kernel.forward(q, k, v, scale=scale, **read, **drop)
         ctx.save_for_backward(q, k, v, sinks, o, lse, *aux)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.scale, ctx.masks = kernel, scale, masks
+        ctx.kernel, ctx.scale, ctx.drop, ctx.masks = kernel, scale, drop, masks
         return o, lse
 
     @staticmethod
@@ -86,6 +88,6 @@ class _Attention(torch.autograd.Function):
         read = {"mask_aux": aux[: ctx.masks] or None, "score_aux": aux[ctx.masks :] or None, "sinks": sinks}
         if dout is None:
             dout = torch.zeros_like(o)
-        dq, dk, dv, *more = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, scale=ctx.scale, **read)
+        dq, dk, dv, *more = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, scale=ctx.scale, **read, **ctx.drop)
         dsinks = more[0] if more else None
-        return dq, dk, dv, dsinks, None, None, None, *(None for _ in aux)
+        return dq, dk, dv, dsinks, None, None, None, None, *(None for _ in aux)

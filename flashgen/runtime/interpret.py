@@ -9,6 +9,7 @@ from flashgen.build import Stages
 from flashgen.ir.dtype import I32
 from flashgen.runtime import workspaces
 from flashgen.runtime.arrays import Library
+from flashgen.runtime.dropping import Drop
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +19,13 @@ BSHD_TO_BHSD = (0, 2, 1, 3)
 
 
 def forward(
-    stages: tuple[Stages, ...], library: Library, layout: str, call: Any, given: dict[str, Any], outputs: tuple
+    stages: tuple[Stages, ...],
+    library: Library,
+    layout: str,
+    call: Any,
+    given: dict[str, Any],
+    outputs: tuple,
+    drop: Drop | None = None,
 ) -> None:
     """Fill o and lse."""
     import numpy as np
@@ -28,12 +35,19 @@ def forward(
     problem, width = call.problem, given["v"].shape[3]
     arrays["o"] = np.full((problem.batch, problem.heads, problem.seqlen_q, width), np.nan, np.float32)
     arrays["lse"] = np.full(call.lse_shape, np.nan, np.float32)
-    _run(stages[0], arrays, call)
+    _run(stages[0], arrays, call, drop)
     _outward(library, layout, arrays["o"], o)
     lse[...] = library.from_numpy(arrays["lse"], lse, float32=True)
 
 
-def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: Any, given: dict[str, Any]) -> None:
+def backward(
+    stages: tuple[Stages, ...],
+    library: Library,
+    layout: str,
+    call: Any,
+    given: dict[str, Any],
+    drop: Drop | None = None,
+) -> None:
     """Fill dq, dk and dv."""
     import numpy as np
 
@@ -54,19 +68,19 @@ def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: An
             shape = workspaces.stretches(stage, problem.batch, problem.heads, problem.seqlen_q)
             arrays["sink_sums"] = np.full(shape, np.nan, np.float32)
             arrays["dsinks"] = np.full((1, 1, problem.heads), np.nan, np.float32)
-        _run(stage, arrays, call)
+        _run(stage, arrays, call, drop)
     for name in ("dq", "dk", "dv"):
         _outward(library, layout, arrays[name], given[name])
     if "dsinks" in given:
         given["dsinks"][...] = library.from_numpy(arrays["dsinks"][0, 0], given["dsinks"], float32=True)
 
 
-def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any) -> None:
+def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any, drop: Drop | None) -> None:
     from flashgen.interp import tile
 
     kernel = lower.tile(stages.tile)
     used = {item.name for item in kernel.buffers}
-    scalars = call.problem.scalars(call.scale)
+    scalars = call.problem.scalars(call.scale) | (drop.scalars() if drop else {})
     tile.run(kernel, stages.plan.sizes, {name: array for name, array in arrays.items() if name in used}, scalars)
 
 
