@@ -77,9 +77,10 @@ def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
 
 @cache
 def _forward_arch(spec: Spec, arch: Arch) -> Arch:
-    """The record to plan the forward for: the portable one where what functions load leaves no tile room."""
+    """The record to plan the forward for: the portable one where what functions load, or random numbers, leave no tile
+    room."""
     own = arch_for("attention_forward", spec, arch)
-    if spec.arrays and own.portable:
+    if (spec.arrays or spec.dropout) and own.portable:
         try:
             _forward_plan(spec.forward(), own)
         except planner.PlanError as error:
@@ -107,12 +108,12 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), what makes dq, and dsinks.
 
-    None of them packs heads. The derivative of a score function may take a tile too many, or what functions load from
-    arrays: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken.
+    None of them packs heads. The derivative of a score function may take a tile too many, what functions load from
+    arrays, or random numbers: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken.
     """
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
-    if (spec.score is not None or spec.arrays) and arch.portable:
+    if (spec.score is not None or spec.arrays or spec.dropout) and arch.portable:
         ways += [(replace(spec, deterministic=True), arch), (spec, portable_record(arch))]
     for way, chip in ways[:-1]:
         try:

@@ -302,9 +302,7 @@ class Kernel:
         self._run_backward(library, bound, arrays, drop)
         return (dq, dk, dv) if sinks is None else (dq, dk, dv, library.cast(arrays["dsinks"], sinks))
 
-    def _run_backward(
-        self, library: Library, bound: Call, arrays: dict[str, Any], drop: dropping.Drop | None
-    ) -> None:
+    def _run_backward(self, library: Library, bound: Call, arrays: dict[str, Any], drop: dropping.Drop | None) -> None:
         """Fill the gradients among the arrays."""
         if bound.launches is None:
             from flashgen.runtime import interpret

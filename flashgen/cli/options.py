@@ -49,6 +49,7 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         click.option("--window", help="LEFT,RIGHT: keys seen on both sides; 'all' for any number of them."),
         click.option("--softcap", type=float, help="Scores become softcap * tanh(score / softcap)."),
         click.option("--sinks", is_flag=True, help="Each head has a logit that takes part in the denominators alone."),
+        click.option("--dropout", is_flag=True, help="A part of the probabilities is dropped, which each call says."),
         click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
         click.option("--packed", type=int, default=1, help="Query heads that share a tile, on sm_90a: 2, 4 ... 64."),
@@ -80,6 +81,7 @@ def parse_problem(
     window: str | None,
     softcap: float | None,
     sinks: bool,
+    dropout: bool,
     dtype: str,
     deterministic: bool,
     packed: int,
@@ -94,7 +96,7 @@ def parse_problem(
     if file is not None and given:
         raise ValueError(f"{', '.join(given)} cannot be given beside {file}, whose `options` say all; change it there")
     causal, mask, score = variants.functions(**{"causal": False} | given) if file is None else functions_of(file)
-    more: dict[str, Any] = {"mask": mask, "score": score, "sinks": F32 if sinks else None}
+    more: dict[str, Any] = {"mask": mask, "score": score, "sinks": F32 if sinks else None, "dropout": dropout}
     spec = Spec(head_dim, width, parse_dtype(dtype), causal, deterministic, packed=packed, **more)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)

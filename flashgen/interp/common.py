@@ -10,9 +10,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flashgen.ir.dtype import BF16, F16, F32, DType
 from flashgen.interp import philox
-from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Expr, Load, Random, Select, Unary, Var, children, text
+from flashgen.ir.dtype import BF16, F16, F32, DType
+from flashgen.ir.expr import (
+    COMPARE,
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Expr,
+    Load,
+    Random,
+    Select,
+    Unary,
+    Var,
+    children,
+    text,
+)
 
 Value = Any  # a Python or NumPy scalar, or an array that broadcasts with the others of its expression
 

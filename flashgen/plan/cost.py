@@ -21,7 +21,7 @@ OVERHEAD_REGISTERS = {"attention_forward": 72}
 OTHER_OVERHEAD_REGISTERS = 40
 ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
-RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward
+RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and as many beside a score function
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
 STEP_LATENCY = 400
@@ -82,9 +82,16 @@ def on_scores(kernel: Kernel) -> tuple[int, bool]:
     return max(map(special, maps), default=0), len(maps) > 1 or comparisons > 2
 
 
+def scores(kernel: Kernel) -> bool:
+    """True for a kernel with a score function."""
+    return sum(isinstance(stmt, Map) and stmt.dst == "s" for stmt, _ in _looped(kernel)) > 1
+
+
 def draws(kernel: Kernel) -> bool:
     """True for a kernel with random numbers."""
-    return any(isinstance(node, Random) for stmt, _ in _looped(kernel) if isinstance(stmt, Map) for node in walk(stmt.expr))
+    return any(
+        isinstance(node, Random) for stmt, _ in _looped(kernel) if isinstance(stmt, Map) for node in walk(stmt.expr)
+    )
 
 
 @remembered
@@ -177,7 +184,8 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
     overhead = OVERHEAD_REGISTERS.get(kernel.name, OTHER_OVERHEAD_REGISTERS)
     if layouts.get("s") == (2, 2):
         overhead += SPLIT_OVERHEAD_REGISTERS
-    overhead += RANDOM_REGISTERS if draws(kernel) and kernel.name == "attention_forward" else 0
+    if kernel.name == "attention_forward" and draws(kernel):
+        overhead += RANDOM_REGISTERS * (2 if scores(kernel) else 1)
     loaded = loaded_values(kernel, sizes, layouts["s"]) if "s" in layouts else 0
     overhead += loaded + min(loaded, ADDRESS_REGISTERS)
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead

@@ -138,7 +138,9 @@ def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     """What random numbers take, counted on compiled kernels: with more registers the compiler makes more at a time."""
     if not cost.draws(kernel):
         return 0
-    return 8 if sizes["block_q"] == 192 else max(8, sizes["block_kv"] // 2 - 16)
+    if sizes["block_q"] == 192:
+        return 24 if cost.scores(kernel) else 8
+    return max(8, sizes["block_kv"] // 2 - 16)
 
 
 def _loading_registers(kernel: Kernel, sizes: dict[str, int]) -> int:

@@ -1,4 +1,4 @@
-"""`dropout`: what a call drops is what `dropout_mask` says, its gradients are autograd's, and refusals are sentences."""
+"""`dropout`: a call drops what `dropout_mask` says, its gradients are those of autograd, refusals are sentences."""
 
 import struct
 
