@@ -8,6 +8,7 @@ kernel = flashgen.compile(head_dim=128, causal=True); print(kernel.explain()); o
 import flashgen.attention  # noqa: F401 # isort: skip
 from flashgen import masks, scores
 from flashgen.api import Kernel, VarlenKernel, attention, compile, varlen_attention
+from flashgen.runtime.dropping import mask as dropout_mask
 from flashgen.spec import Spec
 from flashgen.trace.functions import (
     abs,
@@ -36,6 +37,7 @@ __all__ = [
     "attention",
     "compile",
     "cos",
+    "dropout_mask",
     "exp",
     "exp2",
     "heads",

@@ -13,6 +13,7 @@ from flashgen.plan.arch import parse_arch
 from flashgen.runtime import sequences
 from flashgen.runtime.arguments import check_dimensions
 from flashgen.runtime.arrays import library_of
+from flashgen.runtime.dropping import parse
 from flashgen.spec import Spec, parse_dtype
 from flashgen.varlen import VarlenKernel
 
@@ -39,6 +40,7 @@ def compile(
     score_mod: Callable | None = None,
     varlen: bool = False,
     sinks: bool = False,
+    dropout: bool = False,
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
@@ -63,11 +65,17 @@ def compile(
     sinks: each head has a logit that takes part in the denominators of its softmax alone, which a call brings:
         kernel(q, k, v, sinks=t), t of shape (heads,), float32 or `dtype`. P = exp(s) / (sum exp(s) + exp(t)), the LSE
         counts t in, and t has a gradient. A query that sees no key has o = 0 and lse = t.
+    dropout: each call drops a part of the probabilities, O = (keep * P / (1 - p)) V, and says which:
+        kernel(q, k, v, dropout_p=p, dropout_seed=seed, dropout_offset=0). The LSE is that without dropout.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
     """
     _check_choices(deterministic, layout, target, varlen)
+    if not isinstance(dropout, bool):
+        raise TypeError(f"dropout = {dropout!r:.40} must be True or False; the call says how much, dropout_p=p")
+    if dropout and varlen:
+        raise ValueError("dropout = True with varlen is not supported; call a kernel with dropout for each sequence")
     if not isinstance(sinks, bool):
         raise TypeError(f"sinks = {sinks!r:.40} must be True or False; the call brings the array, kernel(..., sinks=t)")
     if sinks and varlen:
@@ -80,7 +88,8 @@ def compile(
         options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes)
         bottom_right, mask, score = variants.functions(causal, *options)
         same = (head_dim, width, parse_dtype(dtype), bottom_right, deterministic)
-        return Spec(*same, mask=mask, score=score, varlen=varlen, sinks=F32 if sinks else None)
+        more: dict[str, Any] = {"sinks": F32 if sinks else None, "dropout": dropout}
+        return Spec(*same, mask=mask, score=score, varlen=varlen, **more)
 
     spec = traced(None, None)
     layout, kind = (sequences.LAYOUT, VarlenKernel) if varlen else (layout, Kernel)
@@ -120,19 +129,26 @@ def attention(
     mask_aux: Aux = None,
     score_aux: Aux = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
     CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux and sinks as a kernel.
+    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, sinks and dropout as a kernel.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
     arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
+    if parse(dropout_p, dropout_seed, dropout_offset) is not None:
+        options["dropout"] = True
+        arrays |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
     if traced_by_torch():
+        options.pop("dropout", None)
         return untraced(attention)(q, k, v, causal, scale, layout, return_lse, **options, **arrays)
     library_of(q)
     library_of(v, "v")

@@ -67,7 +67,7 @@ def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
 def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
     """How many heads of a group the forward should pack into a tile, for so many queries."""
     own = _forward_arch(spec, arch)
-    if own.family != "sm90":
+    if own.family != "sm90" or spec.dropout:  # whose random numbers are made for whole tiles of one head
         return 1
 
     def block_q(packed: int) -> int:
@@ -89,9 +89,10 @@ def for_sizes(spec: Spec, arch: Arch, seqlen_q: int, seqlen_k: int, group: int) 
 
 @cache
 def _forward_arch(spec: Spec, arch: Arch) -> Arch:
-    """The record to plan the forward for: the portable one where what functions load leaves no tile room."""
+    """The record to plan the forward for: the portable one where what functions load, or random numbers, leave no tile
+    room."""
     own = arch_for("attention_forward", spec, arch)
-    if spec.arrays and own.portable:
+    if (spec.arrays or spec.dropout) and own.portable:
         try:
             _forward_plan(spec.forward(), own)
         except planner.PlanError as error:
@@ -119,13 +120,13 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), what makes dq, and dsinks.
 
-    None of them packs heads. The derivative of a score function may take a tile too many, or what functions load from
-    arrays: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken, and of these in the
-    end those that are estimated to spill least: no function is refused.
+    None of them packs heads. The derivative of a score function may take a tile too many, what functions load from
+    arrays, or random numbers: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken,
+    and of these in the end those that are estimated to spill least: no function is refused.
     """
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
-    takes_more = spec.score is not None or bool(spec.arrays)
+    takes_more = spec.score is not None or bool(spec.arrays) or spec.dropout
     if takes_more:
         apart = replace(spec, deterministic=True)
         ways += [(apart, arch)]

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch, portable_record
-from flashgen.runtime import auxiliary, launch, sink_arrays, workspaces
+from flashgen.runtime import auxiliary, dropping, launch, sink_arrays, workspaces
 from flashgen.runtime.arguments import (
     VECTORS,
     Problem,
@@ -110,7 +110,7 @@ class Kernel:
         self._pinned = pinned
         self._bound: dict[tuple, Any] = {}
         self._retrace = retrace
-        self._reads = bool(spec.arrays) or spec.sinks is not None
+        self._reads = bool(spec.arrays) or spec.sinks is not None or spec.dropout
         self._of_types: dict[tuple, Kernel] = {}
 
     def __repr__(self) -> str:
@@ -194,6 +194,9 @@ class Kernel:
         mask_aux: Aux = None,
         score_aux: Aux = None,
         sinks: Any = None,
+        dropout_p: float | None = None,
+        dropout_seed: int | None = None,
+        dropout_offset: int = 0,
     ) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
 
@@ -201,14 +204,18 @@ class Kernel:
         float16 or int32, of as many dimensions as they are indexed by, with any strides.
         sinks: of a kernel compiled with them, (heads,), float32 or the storage type: a logit for each head of q that
         takes part in the denominators, differentiable. The LSE counts it in; a query that sees no key has it as LSE.
+        dropout_p, dropout_seed, dropout_offset: of a kernel compiled with dropout. The part of the probabilities that
+        is dropped, from 0 up to but not 1 (0 is the kernel without dropout); 64 bits and 32 bits that choose which:
+        `flashgen.dropout_mask` shows them. The gradients are those of the same choice.
         """
         read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
+        read |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         if traced_by_torch():
             return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **read)
         library = library_of(q)
         aux: dict[str, Any] = {}
         if self._reads or mask_aux is not None or score_aux is not None or sinks is not None:
-            aux = self._arrays(**read)
+            aux = self._arrays(mask_aux, score_aux, sinks)
         if library.name == "torch":
             torch_ops = _torch_ops()
             if torch_ops.needs_autograd(q, k, v, *aux.values()):
@@ -227,18 +234,30 @@ class Kernel:
         mask_aux: Aux = None,
         score_aux: Aux = None,
         sinks: Any = None,
+        dropout_p: float | None = None,
+        dropout_seed: int | None = None,
+        dropout_offset: int = 0,
     ) -> tuple[Any, Any]:
         """o and lse, without autograd."""
         library = library_of(q)
         arrays = {"q": q, "k": k, "v": v}
+        drop = dropping.asked(self.spec, dropout_p, dropout_seed, dropout_offset)
         if self._reads or mask_aux is not None or score_aux is not None or sinks is not None:
-            kernel, aux = self._for(mask_aux, score_aux, sinks)
+            kernel, aux = self._for(mask_aux, score_aux, sinks, drop)
             if kernel is not self:
-                return kernel.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux, sinks=sinks)
+                read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
+                return kernel.forward(q, k, v, scale=scale, **read, **_again(drop))
             arrays |= aux
-        return self._forward(library, arrays, scale)
+        return self._forward(library, arrays, scale, drop=drop)
 
-    def _forward(self, library: Library, arrays: dict[str, Any], scale: float | None, hint: int | None = None) -> Any:
+    def _forward(
+        self,
+        library: Library,
+        arrays: dict[str, Any],
+        scale: float | None,
+        hint: int | None = None,
+        drop: dropping.Drop | None = None,
+    ) -> Any:
         """o and lse of arrays by name: q, k, v, and what the kernel reads beside them."""
         q, k, v, *read = arrays.values()
         bound = self._bind(library, "forward", arrays, scale, hint)
@@ -247,10 +266,10 @@ class Kernel:
         if bound.launches is None:
             from flashgen.runtime import interpret
 
-            interpret.forward(self._interpreted(bound), library, self.layout, bound, arrays, (o, lse))
+            interpret.forward(self._interpreted(bound), library, self.layout, bound, arrays, (o, lse), drop)
             return o, lse
         pointers = library.pointers((q, k, v, o, lse, *read))
-        bound.launches[0].launch(pointers, library.stream(bound.device), bound.device)
+        bound.launches[0].launch(pointers, library.stream(bound.device), bound.device, drop)
         return o, lse
 
     def backward(
@@ -267,6 +286,9 @@ class Kernel:
         mask_aux: Aux = None,
         score_aux: Aux = None,
         sinks: Any = None,
+        dropout_p: float | None = None,
+        dropout_seed: int | None = None,
+        dropout_offset: int = 0,
     ) -> tuple[Any, ...]:
         """dq, dk, dv (and dsinks) from the forward's inputs and outputs, the gradient of o, and optionally that of lse.
 
@@ -278,13 +300,16 @@ class Kernel:
         arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse}
         if dlse is not None:
             arrays["dlse"] = dlse
-        kernel, aux = self._for(mask_aux, score_aux, sinks)
+        drop = dropping.asked(self.spec, dropout_p, dropout_seed, dropout_offset)
+        kernel, aux = self._for(mask_aux, score_aux, sinks, drop)
         if kernel is not self:
             read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
-            return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, **read)
-        return self._backward(library, arrays | aux, scale)
+            return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, **read, **_again(drop))
+        return self._backward(library, arrays | aux, scale, drop)
 
-    def _backward(self, library: Library, arrays: dict[str, Any], scale: float | None) -> tuple[Any, ...]:
+    def _backward(
+        self, library: Library, arrays: dict[str, Any], scale: float | None, drop: dropping.Drop | None = None
+    ) -> tuple[Any, ...]:
         """dq, dk and dv of arrays by name, and dsinks where sinks are among them."""
         q, sinks = arrays["q"], arrays.get("sinks")
         bound = self._bind(library, "backward", arrays, scale)
@@ -296,41 +321,47 @@ class Kernel:
         arrays |= {"dq": dq, "dk": dk, "dv": dv}
         if sinks is not None:
             arrays["dsinks"] = library.empty(tuple(sinks.shape), q, float32=True)
-        self._run_backward(library, bound, arrays)
+        self._run_backward(library, bound, arrays, drop)
         return (dq, dk, dv) if sinks is None else (dq, dk, dv, library.cast(arrays["dsinks"], sinks))
 
-    def _run_backward(self, library: Library, bound: Call, arrays: dict[str, Any]) -> None:
+    def _run_backward(self, library: Library, bound: Call, arrays: dict[str, Any], drop: dropping.Drop | None) -> None:
         """Fill the gradients among the arrays."""
         if bound.launches is None:
             from flashgen.runtime import interpret
 
-            return interpret.backward(self._interpreted(bound), library, self.layout, bound, arrays)
+            return interpret.backward(self._interpreted(bound), library, self.layout, bound, arrays, drop)
         for name, shape in bound.workspaces.items():
             arrays[name] = library.empty(shape, arrays["q"], float32=True)
         stream = library.stream(bound.device)
         for launch_ in bound.launches:
             pointers = library.pointers([arrays[name] for name in launch_.program.tensors])
-            launch_.launch(pointers, stream, bound.device)
+            launch_.launch(pointers, stream, bound.device, drop)
 
     def _arrays(self, mask_aux: Aux, score_aux: Aux, sinks: Any) -> dict[str, Any]:
         """What a call brings beside q, k and v, by the names in the kernels."""
         arrays = auxiliary.named(self.spec, mask_aux, score_aux)
         return arrays if sinks is None else arrays | {"sinks": sinks}
 
-    def _for(self, mask_aux: Aux, score_aux: Aux, sinks: Any = None) -> tuple[Kernel, dict[str, Any]]:
-        """The kernel for arrays of these types, one object for each spec; and the arrays by their names in it."""
+    def _for(
+        self, mask_aux: Aux, score_aux: Aux, sinks: Any = None, drop: dropping.Drop | None = None
+    ) -> tuple[Kernel, dict[str, Any]]:
+        """The kernel for arrays of these types, one object for each spec; and the arrays by their names in it.
+
+        Where nothing is dropped it is one without dropout.
+        """
         arrays = self._arrays(mask_aux, score_aux, sinks)
         of_sinks = sink_arrays.dtype(self.spec, sinks)
-        if self._retrace is None and of_sinks == self.spec.sinks:
+        drops = drop is not None
+        if self._retrace is None and (of_sinks, drops) == (self.spec.sinks, self.spec.dropout):
             return self, arrays
         types = auxiliary.dtypes("mask_aux", mask_aux), auxiliary.dtypes("score_aux", score_aux)
-        kernel = self._of_types.get((*types, of_sinks))
+        kernel = self._of_types.get((*types, of_sinks, drops))
         if kernel is None:
             spec = auxiliary.concrete(self.spec, self._retrace, types) if self._retrace else self.spec
             kind: Any = type(self)
-            spec = replace(spec, sinks=of_sinks)
+            spec = replace(spec, sinks=of_sinks, dropout=drops)
             kernel = kernel_for(spec, self.arch, self.layout, self.target, self._pinned, kind)
-            self._of_types[*types, of_sinks] = kernel
+            self._of_types[*types, of_sinks, drops] = kernel
         return kernel, arrays
 
     def programs(self, stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
@@ -384,6 +415,7 @@ class Kernel:
         check_results(self.spec, library, o_shape, lse_shape, arrays)
         auxiliary.check(self.spec, problem, library, arrays)
         sink_arrays.check(problem, library, arrays)
+        dropping.check(self.spec, problem)
         call.copied = unreadable(library, self.layout, arrays)
         if not on_gpu:
             return call
@@ -456,6 +488,11 @@ class Kernel:
 
     def _shape(self, batch: int, seqlen: int, heads: int, width: int) -> tuple[int, ...]:
         return (batch, seqlen, heads, width) if self.layout == "bshd" else (batch, heads, seqlen, width)
+
+
+def _again(drop: dropping.Drop | None) -> dict[str, Any]:
+    """The arguments of a call that has this dropout."""
+    return {} if drop is None else {"dropout_p": drop.p, "dropout_seed": drop.seed, "dropout_offset": drop.offset}
 
 
 def choose_target(kernel: Kernel, device: int | None) -> bool:

@@ -55,6 +55,7 @@ class Spec:
     score: what takes the place of each scaled score; None for the score itself.
     varlen: sequences of different lengths are packed one behind the other, as cu_seqlens_q and cu_seqlens_k say.
     used: of each sequence of keys only the first seqused_k[b] are used.
+    dropout: probabilities are dropped at random; with which probability, and from which seed, is said by each call.
     sinks: the type of the array with a logit for each head that takes part in the denominators; None without.
     """
 
@@ -71,6 +72,7 @@ class Spec:
     varlen: bool = False
     used: bool = False
     sinks: DType | None = None
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -98,6 +100,7 @@ class Spec:
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         flags = ["causal"] * self.causal + [function.name for function in (self.mask, self.score) if function]
         flags += ["varlen"] * self.varlen + ["used"] * self.used
+        flags += ["dropout"] * self.dropout
         flags += [f"sinks_{self.sinks.cuda}"] if self.sinks else []
         flags += ["deterministic"] * self.deterministic
         flags += [] if self.aligned else ["unaligned"]

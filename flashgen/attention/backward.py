@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-from flashgen.attention import parts
+from flashgen.attention import dropout, parts
 from flashgen.attention.parts import (
     BATCHES,
     BLOCK_KV,
@@ -118,7 +118,7 @@ def backward(spec: Spec) -> Kernel:
     return Kernel(
         name="attention_backward",
         level=Level.TILE,
-        scalars=(*parts.SIZES, *SCALES),
+        scalars=(*parts.SIZES, *SCALES, *dropout.scalars(spec)),
         axes=(
             Axis("kv_block", ceil_div(SEQLEN_K, BLOCK_KV)),
             Axis("head_kv", HEADS_KV),
@@ -133,7 +133,7 @@ def backward(spec: Spec) -> Kernel:
             Fill("dv_acc", Const(0.0)),
             For("head_in_group", Const(0), GROUP, (steps,)),
             Map("dk_out", Cast(spec.dtype, load("dk_acc", I, J) * SCALE)),
-            Map("dv_out", Cast(spec.dtype, load("dv_acc", I, J))),
+            Map("dv_out", Cast(spec.dtype, load("dv_acc", I, J) * (dropout.KEEP_SCALE if spec.dropout else 1))),
             Copy("dk_tile", "dk_out"),
             Copy("dv_tile", "dv_out"),
             Copy(parts.rows_of("dk", HEAD_KV, KV_START), "dk_tile"),
@@ -179,6 +179,7 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
     """One block of queries of one head."""
     head: Expr = Var("head")
     visible = parts.visible(spec, transposed=True, queries=not parts.stays_finite(spec))
+    weighted = _weighted(spec, transposed=True)
     return (
         Let("head", HEAD_KV * GROUP + Var("head_in_group")),
         Let("q_start", Q_BLOCK * BLOCK_Q),
@@ -190,11 +191,13 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
         *_scored(spec, transposed=True),
         Map("s", select(visible, load("s", I, J), NEG_INF), note="mask"),
         Map("p", exp2(load("s", I, J) * parts.exponent(spec) - load("lse_tile", J))),
+        *dropout.marked(spec),
         Gemm("dp", "v_tile", "dout_tile", transpose_b=True),
-        Map("p_operand", Cast(spec.dtype, load("p", I, J))),
-        *_weighted(spec, transposed=True),
+        Map("p_operand", Cast(spec.dtype, dropout.without_dropped(spec))),
+        *dropout.before_weights(spec, weighted),
+        *weighted,
         Gemm("dv_acc", "p_operand", "dout_tile", accumulate=True),
-        Map("ds", load("p", I, J) * (load("dp", I, J) - load("delta_tile", J))),
+        Map("ds", dropout.gradient(spec, load("delta_tile", J), weighted)),
         Map("ds_operand", Cast(spec.dtype, load("ds", I, J))),
         *(() if spec.deterministic else (Copy("ds_tile", "ds_operand", note="dQ needs every key of the block"),)),
         Gemm("dk_acc", "ds_operand", "q_tile", accumulate=True),
@@ -273,7 +276,7 @@ def backward_dq(spec: Spec) -> Kernel:
     return Kernel(
         name="attention_backward_dq",
         level=Level.TILE,
-        scalars=(*parts.SIZES, *SCALES),
+        scalars=(*parts.SIZES, *SCALES, *dropout.scalars(spec)),
         axes=axes,
         buffers=_backward_dq_buffers(spec),
         body=(
@@ -326,6 +329,7 @@ def _dq_only_step(spec: Spec) -> tuple[Stmt, ...]:
         Map("p", exp2(load("s", I, J) * parts.exponent(spec) - load("lse_row", I))),
         Gemm("dp", "dout_tile", "v_tile", transpose_b=True),
         *_weighted(spec),
+        *dropout.gradient_dropped(spec),
         Map("ds", load("p", I, J) * (load("dp", I, J) - load("delta_row", I))),
         Map("ds_operand", Cast(spec.dtype, load("ds", I, J))),
         Gemm("dq_acc", "ds_operand", "k_tile", accumulate=True),

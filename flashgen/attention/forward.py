@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from flashgen.attention import parts, sinks
+from flashgen.attention import dropout, parts, sinks
 from flashgen.attention.parts import (
     BATCHES,
     BLOCK_KV,
@@ -43,7 +43,11 @@ def forward(spec: Spec) -> Kernel:
     return Kernel(
         name=NAME,
         level=Level.TILE,
-        scalars=(*parts.SIZES, Scalar("scale_log2" if spec.score is None else "scale", F32)),
+        scalars=(
+            *parts.SIZES,
+            Scalar("scale_log2" if spec.score is None else "scale", F32),
+            *dropout.scalars(spec),
+        ),
         axes=(
             Axis("q_block", ceil_div(SEQLEN_Q, parts.positions(spec)), longest_first=parts.longest_first(spec)),
             parts.head_axis(spec),
@@ -118,6 +122,7 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
         Map("p", exp2(load("s", I, J) * factor - load("offset", I))),
         Map("row_sum", load("row_sum", I) * load("rescale", I)),
         RowReduce("row_sum", "sum", "p"),
+        *dropout.dropped(spec),
         Map("p_operand", Cast(spec.dtype, load("p", I, J))),
         Map("o_acc", load("o_acc", I, J) * load("rescale", I)),
         Gemm("o_acc", "p_operand", "v_tile", accumulate=True),
@@ -128,6 +133,7 @@ def _epilogue(spec: Spec) -> tuple[Stmt, ...]:
     """Normalise, and keep log(sum exp) of each row for the backward pass."""
     return (
         *(sinks.epilogue(spec) if spec.sinks else _normalised()),
+        *dropout.scaled(spec),
         Copy(parts.rows_of("lse", HEAD, Q_START, spec.packed), "lse_row"),
         Map("o_out", Cast(spec.dtype, load("o_acc", I, J) * load("inverse", I))),
         Copy("o_tile", "o_out"),

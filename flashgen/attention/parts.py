@@ -101,7 +101,7 @@ def visible(spec: Spec, transposed: bool = False, queries: bool = False) -> Expr
     Rows of the tile are queries (where packed, those of one head after those of another) and columns keys, or the other
     way round where the tile is transposed. queries: of queries only those that exist.
     """
-    arguments = _arguments(spec, transposed)
+    arguments = arguments_of(spec, transposed)
     mask: Expr = arguments["kv_idx"] < SEQLEN_K
     if queries:
         mask = mask & (arguments["q_idx"] < SEQLEN_Q)
@@ -118,7 +118,7 @@ def _conjuncts(mask: Expr) -> tuple[Expr, ...]:
     return (mask,)
 
 
-def _arguments(spec: Spec, transposed: bool) -> dict[str, Expr]:
+def arguments_of(spec: Spec, transposed: bool) -> dict[str, Expr]:
     """What the arguments of mask and score functions are for the element (i, j) of the scores."""
     row: Expr = J if transposed else I
     head: Expr = HEAD
@@ -166,7 +166,7 @@ def weighted(spec: Spec, factor: Expr) -> Expr:
 
 def _of_element(expr: Expr, spec: Spec, transposed: bool) -> Expr:
     """The expression for the element (i, j). Where queries are columns the compiler would spill for sums of floats."""
-    expr = substitute(expr, _arguments(spec, transposed))
+    expr = substitute(expr, arguments_of(spec, transposed))
     return _gathered(expr if transposed else _in_floats(expr))
 
 

@@ -49,6 +49,7 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         click.option("--window", help="LEFT,RIGHT: keys seen on both sides; 'all' for any number of them."),
         click.option("--softcap", type=float, help="Scores become softcap * tanh(score / softcap)."),
         click.option("--sinks", is_flag=True, help="Each head has a logit that takes part in the denominators alone."),
+        click.option("--dropout", is_flag=True, help="A part of the probabilities is dropped, which each call says."),
         click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
         click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one behind the other."),
@@ -82,6 +83,7 @@ def parse_problem(
     window: str | None,
     softcap: float | None,
     sinks: bool,
+    dropout: bool,
     dtype: str,
     deterministic: bool,
     varlen: bool,
@@ -99,8 +101,8 @@ def parse_problem(
         raise ValueError(f"{', '.join(given)} cannot be given beside {file}, whose `options` say all; change it there")
     causal, mask, score = variants.functions(**{"causal": False} | given) if file is None else functions_of(file)
     same = (head_dim, width, parse_dtype(dtype), causal, deterministic)
-    more: dict[str, Any] = {"mask": mask, "score": score, "varlen": varlen, "sinks": F32 if sinks else None}
-    spec = Spec(*same, packed=packed, length=length or "", **more)
+    more: dict[str, Any] = {"mask": mask, "score": score, "varlen": varlen, "dropout": dropout}
+    spec = Spec(*same, packed=packed, length=length or "", sinks=F32 if sinks else None, **more)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)
 

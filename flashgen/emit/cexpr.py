@@ -15,10 +15,12 @@ from flashgen.ir.expr import (
     Const,
     Expr,
     Load,
+    Random,
     Search,
     Select,
     Unary,
     Var,
+    children,
     text,
 )
 
@@ -82,6 +84,8 @@ def _spell(
         raise ValueError(f"{text(expr)} is rounded inside of an expression; only a whole tile is packed")
     if isinstance(expr, Unary):
         return f"{_FUNCTIONS[expr.op]}({spelled(expr.x)})", _ATOM
+    if isinstance(expr, Random):
+        return f"random_word({', '.join(spelled(part) for part in children(expr))})", _ATOM
     if isinstance(expr, Select):
         condition, *either = (spelled(part, 1) for part in (expr.condition, expr.x, expr.y))
         return f"{condition} ? {' : '.join(either)}", _SELECTPRECEDENCE

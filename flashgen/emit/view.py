@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import cached_property
 
 from flashgen.emit.cexpr import c_text
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Var, rebuild, walk
+from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Random, Var, children, rebuild, walk
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
 from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
@@ -113,13 +113,13 @@ class Names:
             return " * ".join(dim.upper() for dim in buffer.shape)
         return str(self.plan.placement(buffer.name).stage_bytes // buffer.dtype.bytes)
 
-    def element(self, expr: Expr, dst: Buffer, column: str = "j") -> str:
-        """The expression for the element (i, column) of this thread's part of a register buffer."""
+    def element(self, expr: Expr, dst: Buffer, column: str = "j", row: str = "i") -> str:
+        """The expression for the element (row, column) of this thread's part of a register buffer."""
         fragment = self.fragments[dst.name]
         loads = any(isinstance(node, Load) and self.kernel.buffer(node.buffer).by_element for node in walk(expr))
         branch = self.plan.arch.family != "sm90" and not loads  # around a branch no product runs meanwhile
         spelled = {
-            "i": f"{fragment}::row(i)",
+            "i": f"{fragment}::row({row})",
             "j": f"{fragment}::col({column})",
             COL_OFFSET.name: f"{fragment}::col_offset({column})",
             LANE_COL.name: f"{fragment}::lane_col()",
@@ -130,21 +130,21 @@ class Names:
 
         def element(load: Load) -> str:
             if not self.kernel.buffer(load.buffer).by_element:
-                return self._load(load, fragment, column)
+                return self._load(load, fragment, column, row)
             index = ", ".join(c_text(part, name, element, branch=branch) for part in load.index)
             return f"args.{load.buffer}.at({index})"
 
         return c_text(_by_offset(expr), name, element, branch=branch)
 
-    def _load(self, load: Load, fragment: str, column: str) -> str:
+    def _load(self, load: Load, fragment: str, column: str, row: str) -> str:
         buffer = self.kernel.buffer(load.buffer)
         if buffer.space is Space.REGISTER:
-            indices = {I: "i", J: column}
+            indices = {I: row, J: column}
             return load.buffer + "".join(f"[{indices[index]}]" for index in load.index)  # type: ignore[index]
-        coordinates = {I: f"{fragment}::row(i)", J: f"{fragment}::col({column})"}
+        coordinates = {I: f"{fragment}::row({row})", J: f"{fragment}::col({column})"}
         if len(buffer.shape) == 2:
-            row, col = (coordinates[index] for index in load.index)  # type: ignore[index]
-            return f"{camel(buffer.name)}::at<element>({buffer.name}, {row}, {col})"
+            first, second = (coordinates[index] for index in load.index)  # type: ignore[index]
+            return f"{camel(buffer.name)}::at<element>({buffer.name}, {first}, {second})"
         *stage, index = load.index
         start = f"{c_text(stage[0], self.variable, parent=6)} * {buffer.shape[0].upper()} + " if stage else ""
         return f"{buffer.name}[{start}{coordinates[index]}]"  # type: ignore[index]
@@ -188,6 +188,8 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
     if isinstance(stmt, base.StoreRows):
         positions = _positions(stmt.dst, names.kernel.buffer(stmt.src), names)
         view |= {"positions": positions, "head_stride": f"args.{stmt.dst.buffer}.head_stride"}
+    if isinstance(stmt, base.MapQuads):
+        view |= _quads(stmt, names)
     if isinstance(stmt, sm90.Sm90Stmt):
         view |= _hopper(stmt, names)
     for item in fields(stmt):
@@ -201,6 +203,27 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
         elif item.name not in ("note", "body") and item.name not in view:
             view[item.name] = value
     return view
+
+
+QUAD = (("i", "j"), ("i", "j + 2"), ("i + 1", "j"), ("i + 1", "j + 2"))  # a thread's elements 8 rows and columns apart
+
+
+def _quads(stmt: base.MapQuads, names: Names) -> Fields:
+    """Where four elements get their words from, and what each is, with its own word."""
+    dst = names.kernel.buffer(stmt.dst)
+    random = next(node for node in walk(stmt.expr) if isinstance(node, Random))
+    queries_are_rows = I in walk(random.q_idx)
+    elements = []
+    for number, (row, column) in enumerate(QUAD):
+        word = number if queries_are_rows else number % 2 * 2 + number // 2
+        expr = _replaced(stmt.expr, random, Var(f"random.word[{word}]"))
+        elements.append({"row": row, "column": column, "expr": names.element(expr, dst, column, row)})
+    place = ", ".join(names.element(part, dst) for part in children(random))
+    return {"place": place, "elements": elements}
+
+
+def _replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
+    return new if expr == old else rebuild(expr, lambda part: _replaced(part, old, new))
 
 
 def _product(stmt: MmaSync, names: Names) -> Fields:

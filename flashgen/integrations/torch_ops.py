@@ -32,6 +32,7 @@ def attention(
     score_aux: Any,
     sinks: Any = None,
     sequences: tuple[torch.Tensor, ...] = (),
+    **drop: Any,
 ) -> Any:
     """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own.
 
@@ -45,7 +46,7 @@ def attention(
                 )
     try:
         read = (*(mask_aux or ()), *(score_aux or ()), *sequences)
-        return _Attention.apply(q, k, v, sinks, kernel, scale, (len(mask_aux or ()), len(sequences)), *read)
+        return _Attention.apply(q, k, v, sinks, kernel, scale, drop, (len(mask_aux or ()), len(sequences)), *read)
     except NotImplementedError:
         raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
     except RuntimeError:
@@ -74,15 +75,16 @@ class _Attention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         kernel: Kernel,
         scale: float | None,
+        drop: dict[str, Any],
         counts: tuple[int, int],
         *read: torch.Tensor,
     ) -> Any:
         sequences, aux = _divided(read, counts)
-        more = {} if sinks is None else {"sinks": sinks}
+        more = drop if sinks is None else drop | {"sinks": sinks}
         o, lse = kernel.forward(q, k, v, *sequences, scale=scale, **aux, **more)
         ctx.save_for_backward(q, k, v, sinks, o, lse, *read)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.scale, ctx.counts = kernel, scale, counts
+        ctx.kernel, ctx.scale, ctx.drop, ctx.counts = kernel, scale, drop, counts
         return o, lse
 
     @staticmethod
@@ -94,8 +96,10 @@ class _Attention(torch.autograd.Function):
             aux["sinks"] = sinks
         if dout is None:
             dout = torch.zeros_like(o)
-        dq, dk, dv, *more = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, *sequences, scale=ctx.scale, **aux)
-        return dq, dk, dv, *(more or [None]), None, None, None, *(None for _ in read)
+        dq, dk, dv, *more = ctx.kernel.backward(
+            q, k, v, o, lse, dout, dlse, *sequences, scale=ctx.scale, **aux, **ctx.drop
+        )
+        return dq, dk, dv, *(more or [None]), None, None, None, None, *(None for _ in read)
 
 
 def _divided(read: Sequence[torch.Tensor], counts: tuple[int, int]) -> tuple[Sequence[torch.Tensor], dict[str, Any]]:

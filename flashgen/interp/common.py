@@ -10,8 +10,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flashgen.interp import philox
 from flashgen.ir.dtype import BF16, F16, F32, DType
-from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Expr, Load, Search, Select, Unary, Var, text
+from flashgen.ir.expr import (
+    COMPARE,
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Expr,
+    Load,
+    Random,
+    Search,
+    Select,
+    Unary,
+    Var,
+    children,
+    text,
+)
 
 Value = Any  # a Python or NumPy scalar, or an array that broadcasts with the others of its expression
 
@@ -107,6 +123,8 @@ def evaluate(expr: Expr, scope: Scope) -> Value:
             return _cast(dtype, evaluate(x, scope))
         case Select():
             return _select(expr, scope)
+        case Random():
+            return philox.element(*(evaluate(part, scope) for part in children(expr)))
     raise TypeError(f"cannot evaluate {expr!r}")
 
 

@@ -145,6 +145,7 @@ RUN: dict[type, Meaning] = {
     base.Barrier: _barrier,
     base.FillFragment: _fill,
     base.MapFragment: _map,
+    base.MapQuads: _map,
     base.PackFragment: _map,
     base.ReduceRows: _reduce_rows,
     base.CombineLanes: _combine_lanes,

@@ -18,6 +18,10 @@ With sinks, a logit t for each head, the denominator has one term more, exp(t), 
 
     dt = sum_i exp(t - lse_i) (dlse_i - delta_i)
 
+With dropout, o_i = sum_j r_ij p_ij v_j, where r_ij is 1 / (1 - dropout_p) for what is kept and 0 else. Then
+
+    dv_j = sum_i r_ij p_ij do_i     dp_ij = r_ij do_i . v_j
+
 A row in which every key is masked gives o = 0 and lse = -inf, and adds nothing to any gradient. With a sink its lse is
 t, of which t has the gradient.
 """
@@ -32,19 +36,49 @@ from flashgen.interp.common import ARITHMETIC, gather
 from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Load, Select, Unary, Var
 
 
-def forward(q, k, v, *, causal=False, scale=None, mask=None, score=None, aux=None, first_batch=0, sinks=None):
+def forward(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    scale=None,
+    mask=None,
+    score=None,
+    aux=None,
+    first_batch=0,
+    sinks=None,
+    keep=None,
+    dropout_p=0.0,
+):
     """(o, lse): o (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), both float64.
 
     mask, score: traced functions, as a Spec has them. aux: the arrays that they read, by their names there.
     first_batch: the number b of the first batch to them. sinks: (heads_q,), the logits that take part in the
     denominators; None without.
+    keep: bool (batch, heads_q, seqlen_q, seqlen_k), what dropout keeps, as `flashgen.dropout_mask` gives it; None for
+    all.
     """
     _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks)
-    return _ungroup(p @ v_heads), _rows(lse)
+    return _ungroup((p * _factors(keep, dropout_p, p)) @ v_heads), _rows(lse)
 
 
 def backward(
-    q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, score=None, aux=None, first_batch=0, sinks=None
+    q,
+    k,
+    v,
+    do,
+    dlse=None,
+    *,
+    causal=False,
+    scale=None,
+    mask=None,
+    score=None,
+    aux=None,
+    first_batch=0,
+    sinks=None,
+    keep=None,
+    dropout_p=0.0,
 ):
     """(dq, dk, dv) in float64, shaped as q, k and v; with sinks (dq, dk, dv, dsinks).
 
@@ -56,13 +90,14 @@ def backward(
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     attends = np.isfinite(lse)
     do_heads = np.where(attends, _group(do, k.shape[2]), 0.0)
-    dp = do_heads @ _swap(v_heads)
+    factors = _factors(keep, dropout_p, p)
+    dp = factors * (do_heads @ _swap(v_heads))
     delta = np.sum(p * dp, axis=-1, keepdims=True)
     dlse_rows = 0.0 if dlse is None else np.where(attends, np.asarray(dlse, np.float64).reshape(lse.shape), 0.0)
     ds = p * (dp - delta + dlse_rows) * np.where(p > 0.0, slope, 0.0)
     dq = _ungroup(ds @ k_heads) * scale
     dk = _over_group(_swap(ds) @ q_heads) * scale
-    dv = _over_group(_swap(p) @ do_heads)
+    dv = _over_group(_swap(p * factors) @ do_heads)
     if sinks is None:
         return dq, dk, dv
     with np.errstate(invalid="ignore"):  # of a sink of -inf, and no key
@@ -107,6 +142,11 @@ def _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks=
         with np.errstate(invalid="ignore"):
             p = p * np.exp(np.where(np.isfinite(without), without - lse, -np.inf))
     return q_heads, k_heads, v_heads, p, lse, slope
+
+
+def _factors(keep, dropout_p, p):
+    """What dropout multiplies each probability by."""
+    return 1.0 if keep is None else np.asarray(keep, np.float64).reshape(p.shape) / (1.0 - dropout_p)
 
 
 def _of_heads(sinks, lse):

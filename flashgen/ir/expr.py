@@ -1,6 +1,6 @@
 """Scalar expressions: what a Map computes for one element, and what loop bounds and tile origins are made of.
 
-    expr = Const | Var | Load(buffer, index*) | Unary | Binary | Compare | Select | Cast | Search(buffer, ...)
+    expr = Const | Var | Load(buffer, index*) | Unary | Binary | Compare | Select | Cast | Search(buffer, ...) | Random
 
 Two variables are reserved inside a Map: `i` and `j`, the row and the column of the element within its tile.
 `//` and `%` are used on non-negative operands only, where C and Python agree; `floor_div` and `floor_mod`, with a
@@ -140,6 +140,25 @@ class Select(Expr):
 class Cast(Expr):
     dtype: DType
     x: Expr
+
+
+@dataclass(frozen=True)
+class Random(Expr):
+    """32 random bits, as a signed integer, that belong to one element of the scores and to nothing else.
+
+    A word of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Its key is the seed,
+    and its counter (kv, q, sequence, offset), where elements 8 queries or 8 keys apart in 16 share one:
+        kv = kv_idx // 16 * 8 + kv_idx % 8     q = q_idx // 16 * 8 + q_idx % 8
+    Of its four words an element has number 2 * (q_idx // 8 % 2) + kv_idx // 8 % 2. One thread holds all four, whether
+    rows of its tile are queries or keys. sequence: the number of a head among those of the whole batch.
+    """
+
+    seed_low: Expr
+    seed_high: Expr
+    offset: Expr
+    sequence: Expr
+    q_idx: Expr
+    kv_idx: Expr
 
 
 I, J = Var("i"), Var("j")
@@ -356,6 +375,8 @@ def text(expr: Expr, parent: int = 0) -> str:
         return f"{expr.dtype}({text(expr.x)})"
     if isinstance(expr, Select):
         return f"select({text(expr.condition)}, {text(expr.x)}, {text(expr.y)})"
+    if isinstance(expr, Random):
+        return f"random({', '.join(text(part) for part in children(expr))})"
     if isinstance(expr, Binary) and expr.op in FUNCTIONS:
         return f"{expr.op}({text(expr.x)}, {text(expr.y)})"
     assert isinstance(expr, Binary | Compare)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from flashgen.ir.expr import Compare, Const, Expr, I, J, Load, Unary, by_element, variables, walk
+from flashgen.ir.expr import Compare, Const, Expr, I, J, Load, Random, Unary, by_element, variables, walk
 from flashgen.ir.graph import live_intervals, remembered
 from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Map, Space, Stmt, Window, name_of
 from flashgen.ir.visit import statements
@@ -21,6 +21,7 @@ OVERHEAD_REGISTERS = {"attention_forward": 72}
 OTHER_OVERHEAD_REGISTERS = 40
 ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
+RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and as many beside a score function
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
 STEP_LATENCY = 400
@@ -79,6 +80,18 @@ def on_scores(kernel: Kernel) -> tuple[int, bool]:
     maps = [stmt.expr for stmt, _ in _looped(kernel) if isinstance(stmt, Map) and stmt.dst == "s"]
     comparisons = sum(isinstance(node, Compare) for expr in maps for node in walk(expr))
     return max(map(special, maps), default=0), len(maps) > 1 or comparisons > 2
+
+
+def scores(kernel: Kernel) -> bool:
+    """True for a kernel with a score function."""
+    return sum(isinstance(stmt, Map) and stmt.dst == "s" for stmt, _ in _looped(kernel)) > 1
+
+
+def draws(kernel: Kernel) -> bool:
+    """True for a kernel with random numbers."""
+    return any(
+        isinstance(node, Random) for stmt, _ in _looped(kernel) if isinstance(stmt, Map) for node in walk(stmt.expr)
+    )
 
 
 @remembered
@@ -171,6 +184,8 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
     overhead = OVERHEAD_REGISTERS.get(kernel.name, OTHER_OVERHEAD_REGISTERS)
     if layouts.get("s") == (2, 2):
         overhead += SPLIT_OVERHEAD_REGISTERS
+    if kernel.name == "attention_forward" and draws(kernel):
+        overhead += RANDOM_REGISTERS * (2 if scores(kernel) else 1)
     loaded = loaded_values(kernel, sizes, layouts["s"]) if "s" in layouts else 0
     overhead += loaded + min(loaded, ADDRESS_REGISTERS)
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead

@@ -20,7 +20,7 @@ from itertools import product
 
 from flashgen.ir.nodes import Buffer, Kernel, Space
 from flashgen.plan.arch import Arch
-from flashgen.plan.cost import accumulator_registers, loaded_registers, on_scores
+from flashgen.plan.cost import accumulator_registers, draws, loaded_registers, on_scores, scores
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
 from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS
 from flashgen.plan.smem import panel_bytes
@@ -200,7 +200,8 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         widest, tile = max(sizes["head_dim"], sizes["head_dim_v"]), sizes["block_q"]
         loaded = loaded_registers(kernel, sizes, (4, 1), LOADING_REGISTERS)
         loading = (widest + tile) // 2 + loaded if loaded else 0  # dV, the scores
-        return max((widest + 2 * tile + tile // 2) // 2, loading) + OVERHEAD_REGISTERS  # dK or dV, P, dP, dS packed
+        random = 12 * (draws(kernel) and scores(kernel))
+        return max((widest + 2 * tile + tile // 2) // 2, loading) + OVERHEAD_REGISTERS + random  # dK or dV, P, dP, dS
     threads = 32 * (candidate.warps - 4)
     tiles = accumulator_registers(kernel, sizes, threads, dict(candidate.layouts))
     replaced = "late" in candidate.traits if _has_trait(kernel) else on_scores(kernel)[0] < MANY_FUNCTIONS
@@ -209,9 +210,21 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         # by NVRTC 13.5 that holds in both kernels, but not without "late" (4 to 12 bytes are spilled), and for dQ alone
         # not with many functions (24).
         tiles -= sizes["block_q"] * sizes["block_kv"] // 2 // threads
-    plain = kernel.name == "attention_backward" and not _adds_dq(kernel) and on_scores(kernel) == (0, False)
+    functions = on_scores(kernel) != (0, False) or draws(kernel)
+    plain = kernel.name == "attention_backward" and not _adds_dq(kernel) and not functions
     overhead = PLAIN_OVERHEAD_REGISTERS if plain else OVERHEAD_REGISTERS
-    return max(tiles + overhead, _while_loading(kernel, sizes, threads))
+    return max(tiles + overhead + _random_registers(kernel, sizes), _while_loading(kernel, sizes, threads))
+
+
+def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
+    """What random numbers take where there are functions too, counted on compiled kernels: with fewer, some of them
+    spill 4 to 190 bytes. Without functions there are none that spill; beside a window some do, by 8 bytes, which is
+    less than another kernel for dQ."""
+    if not (draws(kernel) and on_scores(kernel)[1]):
+        return 0
+    if kernel.name == "attention_backward":
+        return 8 * scores(kernel)
+    return sizes["block_kv"] // 2 - 8
 
 
 def _while_loading(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:

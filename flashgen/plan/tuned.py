@@ -155,8 +155,8 @@ def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
 
 
 def _measured(spec: Spec) -> bool:
-    """True for what every length was measured with: no functions, one head in a tile, sequences of one length."""
-    return not (spec.mask or spec.score or spec.packed > 1 or spec.varlen)
+    """True for what lengths were measured with: one head a tile, sequences of one length, no functions, no dropout."""
+    return not (spec.mask or spec.score or spec.packed > 1 or spec.varlen or spec.dropout)
 
 
 def by_length(kernel: str, spec: Spec, arch: Arch) -> list[str]:

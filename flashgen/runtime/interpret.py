@@ -9,6 +9,7 @@ from flashgen.build import Stages
 from flashgen.ir.dtype import I32
 from flashgen.runtime import workspaces
 from flashgen.runtime.arrays import Library
+from flashgen.runtime.dropping import Drop
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +20,13 @@ PACKED = "thd"  # the layout of packed sequences: one batch for the kernels
 
 
 def forward(
-    stages: tuple[Stages, ...], library: Library, layout: str, call: Any, given: dict[str, Any], outputs: tuple
+    stages: tuple[Stages, ...],
+    library: Library,
+    layout: str,
+    call: Any,
+    given: dict[str, Any],
+    outputs: tuple,
+    drop: Drop | None = None,
 ) -> None:
     """Fill o and lse."""
     import numpy as np
@@ -29,12 +36,19 @@ def forward(
     problem, width = call.problem, given["v"].shape[-1]
     arrays["o"] = np.full((problem.batch, problem.heads, problem.seqlen_q, width), np.nan, np.float32)
     arrays["lse"] = np.full((problem.batch, problem.heads, problem.seqlen_q), np.nan, np.float32)
-    _run(stages[0], arrays, call)
+    _run(stages[0], arrays, call, drop)
     _outward(library, layout, arrays["o"], o)
     lse[...] = library.from_numpy(arrays["lse"].reshape(call.lse_shape), lse, float32=True)
 
 
-def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: Any, given: dict[str, Any]) -> None:
+def backward(
+    stages: tuple[Stages, ...],
+    library: Library,
+    layout: str,
+    call: Any,
+    given: dict[str, Any],
+    drop: Drop | None = None,
+) -> None:
     """Fill dq, dk and dv."""
     import numpy as np
 
@@ -54,19 +68,19 @@ def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: An
             shape = workspaces.stretches(stage, problem.batch, problem.heads, problem.seqlen_q)
             arrays["sink_sums"] = np.full(shape, np.nan, np.float32)
             arrays["dsinks"] = np.full((1, 1, problem.heads), np.nan, np.float32)
-        _run(stage, arrays, call, sizes["block_q"])
+        _run(stage, arrays, call, drop, sizes["block_q"])
     for name in ("dq", "dk", "dv"):
         _outward(library, layout, arrays[name], given[name])
     if "dsinks" in given:
         given["dsinks"][...] = library.from_numpy(arrays["dsinks"][0, 0], given["dsinks"], float32=True)
 
 
-def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any, padding: int = 0) -> None:
+def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any, drop: Drop | None, padding: int = 0) -> None:
     from flashgen.interp import tile
 
     kernel = lower.tile(stages.tile)
     used = {item.name for item in kernel.buffers}
-    scalars = call.problem.scalars(call.scale) | {"padding": padding}
+    scalars = call.problem.scalars(call.scale) | {"padding": padding} | (drop.scalars() if drop else {})
     tile.run(kernel, stages.plan.sizes, {name: array for name, array in arrays.items() if name in used}, scalars)
 
 

@@ -108,6 +108,31 @@ __device__ __forceinline__ int floor_div(int x, int y) {
   return (x - floor_mod(x, y)) / y;
 }
 
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four words for each counter.
+struct Words {
+  int word[4];
+};
+__device__ __forceinline__ Words philox(uint32 k0, uint32 k1, uint32 c0, uint32 c1, uint32 c2, uint32 c3) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const unsigned long long p0 = 0xD2511F53ull * c0, p1 = 0xCD9E8D57ull * c2;
+    c0 = uint32(p1 >> 32) ^ c1 ^ k0, c1 = uint32(p1);
+    c2 = uint32(p0 >> 32) ^ c3 ^ k1, c3 = uint32(p0);
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return {{int(c0), int(c1), int(c2), int(c3)}};
+}
+
+// The words that an element of the scores shares with those 8 queries and 8 keys away in its 16 x 16, and its own one.
+__device__ __forceinline__ Words random_words(int seed_low, int seed_high, int offset, int sequence, int q_idx, int kv_idx) {
+  return philox(seed_low, seed_high, kv_idx / 16 * 8 + kv_idx % 8, q_idx / 16 * 8 + q_idx % 8, sequence, offset);
+}
+__device__ __forceinline__ int random_word(int seed_low, int seed_high, int offset, int sequence, int q_idx, int kv_idx) {
+  const Words four = random_words(seed_low, seed_high, offset, sequence, q_idx, kv_idx);
+  const int own_half = kv_idx / 8 % 2;
+  return q_idx / 8 % 2 ? (own_half ? four.word[3] : four.word[2]) : (own_half ? four.word[1] : four.word[0]);
+}
+
 // A (batch, head, row, column) array with contiguous columns; strides count elements. The row stride has 32 bits, so
 // that a row's offset is one multiply-add to 64 bits, which needs no register beyond its result.
 template <class T>

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from functions import arrays_of
 
-from flashgen.attention import backward, forward
+from flashgen.attention import backward, dropout, forward
 from flashgen.interp import reference, tile
 from flashgen.interp.common import round_to
+from flashgen.runtime import dropping
 from flashgen.spec import Spec
+
+DROPPED = (0.25, 2**63 + 5, 2**31 + 1)  # p, seed and offset where a spec drops
 
 
 @dataclass
@@ -55,7 +58,7 @@ class Problem:
             "batches": self.batches,
             "scale": self.scale,
             "scale_log2": self.scale * math.log2(math.e),
-        }
+        } | (dropout.values(*DROPPED) if self.spec.dropout else {})
 
     def dims(self, block_q=8, block_kv=8, multiple=8):
         def padded(dim):
@@ -99,6 +102,10 @@ class Problem:
         q, k, v, dout = (self.arrays[name].transpose(0, 2, 1, 3) for name in ("q", "k", "v", "dout"))
         options = {name: getattr(self.spec, name) for name in ("causal", "mask", "score")} | {"scale": self.scale}
         options |= {"aux": self.aux, "sinks": self.arrays.get("sinks")}
+        if self.spec.dropout:
+            p, seed, offset = DROPPED
+            sizes = (self.batches, self.heads, self.seqlen_q, self.seqlen_k)
+            options |= {"keep": dropping.mask(seed, offset, p, *sizes), "dropout_p": p}
         o, lse = reference.forward(q, k, v, **options)
         dq, dk, dv, *dsinks = reference.backward(q, k, v, dout, self.arrays["dlse"], **options)
         found = {"o": o, "dq": dq, "dk": dk, "dv": dv}

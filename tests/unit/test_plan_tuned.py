@@ -156,7 +156,7 @@ def test_what_was_not_measured_takes_the_usual_tile(key):
     _, mask, score = variants.functions(False, window=(128, 0), softcap=20.0)
     for seqlen_k in (16, 10**6):
         assert build.for_sizes(usual, parse_arch("sm_80"), 4096, seqlen_k, 1).length == ""
-        for given in ({"mask": mask}, {"score": score}, {"aligned": False}, {"varlen": True}):
+        for given in ({"mask": mask}, {"score": score}, {"aligned": False}, {"varlen": True}, {"dropout": True}):
             assert build.for_sizes(spec_of(key, **given), HOPPER, 4096, seqlen_k, 1).length == ""
         assert build.for_sizes(usual, HOPPER, 1, seqlen_k, 8) == replace(usual, packed=8)
     for name in ("short", "long"):

@@ -17,9 +17,9 @@ def bound(monkeypatch, launched):  # noqa: F811
     seen = []
     real = program.Bound._launch
 
-    def launch(self, pointers, stream, device):
+    def launch(self, pointers, stream, device, drop):
         before = len(launched)
-        real(self, pointers, stream, device)
+        real(self, pointers, stream, device, drop)
         seen.append((self, launched[before:]))
 
     monkeypatch.setattr(program.Bound, "_launch", launch)
