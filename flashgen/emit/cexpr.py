@@ -14,6 +14,7 @@ from flashgen.ir.expr import (
     Compare,
     Const,
     Expr,
+    J,
     Load,
     Random,
     Search,
@@ -22,6 +23,7 @@ from flashgen.ir.expr import (
     Var,
     children,
     text,
+    walk,
 )
 
 _C_OPERATORS = {"//": "/", "&": "&&", "|": "||"}
@@ -40,6 +42,7 @@ _FUNCTIONS = {
     "sqrt": "sqrt_approx",
     "reciprocal": "reciprocal",
 }
+_SPECIAL = {"exp2", "log", "log2", "tanh", "sigmoid", "sin", "cos", "sqrt", "reciprocal"}
 _SELECTPRECEDENCE = 0
 _ATOM = 9
 
@@ -55,7 +58,8 @@ def no_element(load: Load) -> str:
 def c_text(expr: Expr, name: Name, element: Element = no_element, parent: int = 0, branch: bool = True) -> str:
     """The expression in C; `name` spells a variable and `element` a loaded element.
 
-    branch: && and ||, which leave out their second operand; else & and |, of which a compiler makes no branch.
+    branch: && and ||, which leave out their second operand; else & and |, of which a compiler makes no branch, and
+    `select` where it would make one of ?: to leave out a special function.
     """
 
     def spelled(part: Expr, level: int = 0) -> str:
@@ -87,6 +91,8 @@ def _spell(
     if isinstance(expr, Random):
         return f"random_word({', '.join(spelled(part) for part in children(expr))})", _ATOM
     if isinstance(expr, Select):
+        if operators is _BRANCHLESS and _of_columns(expr) and (_is_special(expr.x) or _is_special(expr.y)):
+            return f"select({', '.join(map(spelled, (expr.condition, expr.x, expr.y)))})", _ATOM
         condition, *either = (spelled(part, 1) for part in (expr.condition, expr.x, expr.y))
         return f"{condition} ? {' : '.join(either)}", _SELECTPRECEDENCE
     assert isinstance(expr, Binary | Compare)
@@ -94,6 +100,18 @@ def _spell(
         return f"{expr.op}({spelled(expr.x)}, {spelled(expr.y)})", _ATOM
     level = PRECEDENCE[expr.op]
     return f"{spelled(expr.x, level)} {operators.get(expr.op, expr.op)} {spelled(expr.y, level + 1)}", level
+
+
+def _of_columns(expr: Expr) -> bool:
+    """True for what differs from column to column of a tile: a row alone is no matter of the products."""
+    return any(part == J or (isinstance(part, Load) and J in part.index) for part in walk(expr))
+
+
+def _is_special(expr: Expr) -> bool:
+    """True for a number that takes a special function; a truth that is made of one is none."""
+    if isinstance(expr, Compare) or (isinstance(expr, Binary) and expr.op in ("&", "|")):
+        return False
+    return (isinstance(expr, Unary) and expr.op in _SPECIAL) or any(map(_is_special, children(expr)))
 
 
 def _constant(value: int | float | bool) -> str:

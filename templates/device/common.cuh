@@ -49,6 +49,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 #define NAN __int_as_float(0x7fc00000)
 
+// c ? x : y, of which both are computed.
+__device__ __forceinline__ float select(bool c, float x, float y) {
+  float result;
+  asm("{ .reg .pred p; setp.ne.b32 p, %3, 0; selp.f32 %0, %1, %2, p; }" : "=f"(result) : "f"(x), "f"(y), "r"(int(c)));
+  return result;
+}
+
 // log2(x), 1 / x and sqrt(x), accurate to about 2^-22; subnormal operands count as zero.
 __device__ __forceinline__ float log2_approx(float x) {
   float result;
