@@ -74,7 +74,7 @@ class _Attention(torch.autograd.Function):
         masks: int,
         *aux: torch.Tensor,
     ) -> Any:
-        read = {"mask_aux": aux[:masks] or None, "score_aux": aux[masks:] or None, "sinks": sinks}
+        read: dict[str, Any] = {"mask_aux": aux[:masks] or None, "score_aux": aux[masks:] or None, "sinks": sinks}
         o, lse = kernel.forward(q, k, v, scale=scale, **read, **drop)
         ctx.save_for_backward(q, k, v, sinks, o, lse, *aux)
         ctx.set_materialize_grads(False)

@@ -196,7 +196,7 @@ class Recorder:
     def program(self):
         return self
 
-    def launch(self, pointers, stream, device):
+    def launch(self, pointers, stream, device, drop=None):
         self.pointers = dict(zip(self.tensors, pointers, strict=True))
 
 
