@@ -86,3 +86,25 @@ def test_other_addresses_are_packed_again_and_other_shapes_are_checked_again(lau
         kernel(q.float(), k, v)
     with pytest.raises(TypeError, match="k is not of torch as q is"):
         kernel(q, k.float().numpy(), v)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_sinks_and_dropout_reach_every_launch(launched, arch):
+    """Each kernel that draws is told the seed of its call; each that reads sinks, where they are."""
+    spec = flashgen.compile(64, arch=arch, sinks=True, dropout=True).spec
+    kernel = Kernel(spec, parse_arch(arch), "bshd", "auto", False)
+    kernel._arch_for = lambda device: parse_arch(arch)
+    q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
+    sinks = torch.randn(2)
+    for seed in (0x123456789ABCDEF0, 0x0FEDCBA987654321):
+        given = {"sinks": sinks, "dropout_p": 0.5, "dropout_seed": seed}
+        o, lse = kernel.forward(q, k, v, **given)
+        gradients = kernel.backward(q, k, v, o, lse, torch.randn(1, 64, 2, 64).bfloat16(), **given)
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape, sinks.shape]
+        word = seed.to_bytes(8, "little")
+        assert [word in args for args in launched[-6:]] == [True, False, True, False, False, False]
+        place = sinks.data_ptr().to_bytes(8, "little")
+        assert [place in args for args in launched[-6:]] == [True, False, False, False, True, False]
+    launched.clear()
+    kernel.forward(q, k, v, sinks=sinks, dropout_p=0.0)
+    assert len(launched) == 1 and word not in launched[0]
