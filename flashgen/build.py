@@ -76,9 +76,9 @@ def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
 
 @cache
 def _forward_arch(spec: Spec, arch: Arch) -> Arch:
-    """The record to plan the forward for: the portable one where what functions load leaves no tile room."""
+    """The record to plan the forward for: the portable one where functions leave no tile room."""
     own = arch_for("attention_forward", spec, arch)
-    if spec.arrays and own.portable:
+    if (spec.mask or spec.score) and own.portable:
         try:
             _forward_plan(spec.forward(), own)
         except planner.PlanError as error:
@@ -89,7 +89,9 @@ def _forward_arch(spec: Spec, arch: Arch) -> Arch:
 
 @cache
 def _forward_plan(spec: Spec, arch: Arch) -> Plan:
-    return planner.plan(forward_nest.forward(spec), spec, arch, may_spill=bool(spec.arrays) and not arch.portable)
+    return planner.plan(
+        forward_nest.forward(spec), spec, arch, may_spill=bool(spec.mask or spec.score) and not arch.portable
+    )
 
 
 @cache
@@ -112,7 +114,7 @@ def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
-    takes_more = spec.score is not None or bool(spec.arrays)
+    takes_more = spec.score is not None or spec.mask is not None
     if takes_more:
         apart = replace(spec, deterministic=True)
         ways += [(apart, arch)]

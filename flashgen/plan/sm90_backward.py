@@ -20,7 +20,7 @@ from itertools import product
 
 from flashgen.ir.nodes import Buffer, Kernel, Space
 from flashgen.plan.arch import Arch
-from flashgen.plan.cost import accumulator_registers, loaded_registers, on_scores
+from flashgen.plan.cost import accumulator_registers, function_registers, loaded_registers, on_scores
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
 from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS
 from flashgen.plan.smem import panel_bytes
@@ -206,15 +206,27 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         # by NVRTC 13.5 that holds in both kernels, but not without "late" (4 to 12 bytes are spilled), and for dQ alone
         # not with many functions (24).
         tiles -= sizes["block_q"] * sizes["block_kv"] // 2 // threads
-    return max(tiles + OVERHEAD_REGISTERS, _while_loading(kernel, sizes, threads))
+    computing = _while_computing(kernel, sizes, threads)
+    return max(tiles + OVERHEAD_REGISTERS, computing, _while_loading(kernel, sizes, threads))
+
+
+def _while_computing(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
+    """Registers of a thread where masks and score functions are computed: dP is computed beside the scores by then."""
+    taken = function_registers(kernel, sizes, (threads // 32, 1))
+    return _held(kernel, sizes, threads) + taken + OVERHEAD_REGISTERS if taken else 0
+
+
+def _held(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
+    """Registers of the tiles that a thread holds while it computes functions."""
+    results = {"dk_acc", "dv_acc"} if kernel.name == "attention_backward" else {"dq_acc"}
+    tiles = [item for item in _register_tiles(kernel) if item.name in results | {"s", "dp", "slope"}]
+    return sum(math.prod(sizes[dim] for dim in item.shape) // threads for item in tiles)
 
 
 def _while_loading(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
     """Registers of a thread where functions load from arrays: dP is computed beside the scores by then."""
     loaded = loaded_registers(kernel, sizes, (threads // 32, 1), LOADING_REGISTERS)
-    results = {"dk_acc", "dv_acc"} if kernel.name == "attention_backward" else {"dq_acc"}
-    tiles = [item for item in _register_tiles(kernel) if item.name in results | {"s", "dp", "slope"}]
-    return loaded + sum(math.prod(sizes[dim] for dim in item.shape) // threads for item in tiles) if loaded else 0
+    return loaded + _held(kernel, sizes, threads) if loaded else 0
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
