@@ -89,10 +89,9 @@ def for_sizes(spec: Spec, arch: Arch, seqlen_q: int, seqlen_k: int, group: int) 
 
 @cache
 def _forward_arch(spec: Spec, arch: Arch) -> Arch:
-    """The record to plan the forward for: the portable one where what functions load, or random numbers, leave no tile
-    room."""
+    """The record to plan the forward for: the portable one where functions, or random numbers, leave no tile room."""
     own = arch_for("attention_forward", spec, arch)
-    if (spec.arrays or spec.dropout) and own.portable:
+    if (spec.mask or spec.score or spec.dropout) and own.portable:
         try:
             _forward_plan(spec.forward(), own)
         except planner.PlanError as error:
@@ -103,7 +102,9 @@ def _forward_arch(spec: Spec, arch: Arch) -> Arch:
 
 @cache
 def _forward_plan(spec: Spec, arch: Arch) -> Plan:
-    return planner.plan(forward_nest.forward(spec), spec, arch, may_spill=bool(spec.arrays) and not arch.portable)
+    return planner.plan(
+        forward_nest.forward(spec), spec, arch, may_spill=bool(spec.mask or spec.score) and not arch.portable
+    )
 
 
 @cache
@@ -126,7 +127,7 @@ def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
-    takes_more = spec.score is not None or bool(spec.arrays) or spec.dropout
+    takes_more = spec.score is not None or spec.mask is not None or spec.dropout
     if takes_more:
         apart = replace(spec, deterministic=True)
         ways += [(apart, arch)]

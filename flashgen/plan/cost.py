@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from flashgen.ir.expr import Compare, Const, Expr, I, J, Load, Random, Unary, by_element, variables, walk
+from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Random, Unary, by_element, variables, walk
 from flashgen.ir.graph import live_intervals, remembered
 from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Map, Space, Stmt, Window, name_of
 from flashgen.ir.visit import statements
@@ -27,6 +27,11 @@ RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and
 STEP_LATENCY = 400
 L2_BYTES_PER_CLOCK = 48
 SPECIAL = {"neg": 0, "abs": 0, "tanh": 2, "sigmoid": 2}  # instructions of the special function unit; others take one
+
+# From so many operations on an element on, the compiler works on all elements before the next operation, which takes
+# another tile. Counted on the examples, compiled by NVRTC 13.5; // and % by a constant are several instructions.
+MANY_OPERATIONS = 7
+OPERATIONS = {"floor_div": 4, "floor_mod": 5, "tanh": 2, "sigmoid": 2, "&": 0, "|": 0}
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,44 @@ def draws(kernel: Kernel) -> bool:
     """True for a kernel with random numbers."""
     return any(
         isinstance(node, Random) for stmt, _ in _looped(kernel) if isinstance(stmt, Map) for node in walk(stmt.expr)
+    )
+
+
+@remembered
+def _operations(kernel: Kernel) -> list[tuple[int, int, int]]:
+    """Of each statement on the scores: operations on an element, and values that differ by row or by column alone."""
+    found = []
+    for stmt, _ in _looped(kernel):
+        if isinstance(stmt, Map) and stmt.dst == "s":
+            nodes = {node: variables(node) & {I.name, J.name} for node in walk(stmt.expr)}
+            counted = [node for node, names in nodes.items() if len(names) == 2 and type(node) in (Unary, Binary, Cast)]
+            computed = {node for node in nodes if len(nodes[node]) == 1 and _kept(node)}
+            inner = {part for node in computed for part in walk(node) if part != node}
+            axes = [next(iter(nodes[node])) for node in computed - inner]
+            operations = sum(OPERATIONS.get(node.op, 1) if isinstance(node, Unary | Binary) else 1 for node in counted)
+            found.append((operations, axes.count(I.name), axes.count(J.name)))
+    return found
+
+
+def _kept(expr: Expr) -> bool:
+    """True for what is worth a register: a sum or a truth is made again where it is needed, a load counts elsewhere."""
+    if isinstance(expr, Compare) or (isinstance(expr, Binary) and expr.op in "&|"):
+        return False
+    loads = any(isinstance(part, Load) for part in walk(expr))
+    computes = any(isinstance(part, Unary | Binary) and part.op not in "+-*" for part in walk(expr))
+    return computes and not loads
+
+
+def function_registers(kernel: Kernel, sizes: Sizes, layout: tuple[int, int]) -> int:
+    """What the arithmetic of masks and score functions takes of a thread beside tiles: for the statement with the most.
+
+    layout: warps along rows and columns of the scores, as in `loaded_values`.
+    """
+    rows, cols = (-(-sizes[dim] // along) for dim, along in zip(kernel.buffer("s").shape, layout, strict=True))
+    tile = rows * cols // 32
+    return max(
+        (tile if operations >= MANY_OPERATIONS else 0) + by_row * -(-rows // 8) + by_col * -(-cols // 4)
+        for operations, by_row, by_col in _operations(kernel) or [(0, 0, 0)]
     )
 
 

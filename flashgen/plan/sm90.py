@@ -160,7 +160,8 @@ def _function_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     functions, more = cost.on_scores(kernel)
     if functions >= MANY_FUNCTIONS:
         return sizes["block_kv"] // 2
-    return FUNCTION_REGISTERS if more or cost.loaded_values(kernel, sizes, (1, 1)) else 0
+    least = FUNCTION_REGISTERS if more or cost.loaded_values(kernel, sizes, (1, 1)) else 0
+    return max(least, cost.function_registers(kernel, sizes, (sizes["block_q"] // 16, 1)))
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:

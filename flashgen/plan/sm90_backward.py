@@ -20,7 +20,7 @@ from itertools import product
 
 from flashgen.ir.nodes import Buffer, Kernel, Space
 from flashgen.plan.arch import Arch
-from flashgen.plan.cost import accumulator_registers, draws, loaded_registers, on_scores, scores
+from flashgen.plan.cost import accumulator_registers, draws, function_registers, loaded_registers, on_scores, scores
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
 from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS
 from flashgen.plan.smem import panel_bytes
@@ -212,8 +212,8 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         tiles -= sizes["block_q"] * sizes["block_kv"] // 2 // threads
     functions = on_scores(kernel) != (0, False) or draws(kernel)
     plain = kernel.name == "attention_backward" and not _adds_dq(kernel) and not functions
-    overhead = PLAIN_OVERHEAD_REGISTERS if plain else OVERHEAD_REGISTERS
-    return max(tiles + overhead + _random_registers(kernel, sizes), _while_loading(kernel, sizes, threads))
+    overhead = (PLAIN_OVERHEAD_REGISTERS if plain else OVERHEAD_REGISTERS) + _random_registers(kernel, sizes)
+    return max(tiles + overhead, _while_computing(kernel, sizes, threads), _while_loading(kernel, sizes, threads))
 
 
 def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
@@ -227,12 +227,23 @@ def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     return sizes["block_kv"] // 2 - 8
 
 
+def _while_computing(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
+    """Registers of a thread where masks and score functions are computed: dP is computed beside the scores by then."""
+    taken = function_registers(kernel, sizes, (threads // 32, 1))
+    return _held(kernel, sizes, threads) + taken + OVERHEAD_REGISTERS if taken else 0
+
+
+def _held(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
+    """Registers of the tiles that a thread holds while it computes functions."""
+    results = {"dk_acc", "dv_acc"} if kernel.name == "attention_backward" else {"dq_acc"}
+    tiles = [item for item in _register_tiles(kernel) if item.name in results | {"s", "dp", "slope"}]
+    return sum(math.prod(sizes[dim] for dim in item.shape) // threads for item in tiles)
+
+
 def _while_loading(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
     """Registers of a thread where functions load from arrays: dP is computed beside the scores by then."""
     loaded = loaded_registers(kernel, sizes, (threads // 32, 1), LOADING_REGISTERS)
-    results = {"dk_acc", "dv_acc"} if kernel.name == "attention_backward" else {"dq_acc"}
-    tiles = [item for item in _register_tiles(kernel) if item.name in results | {"s", "dp", "slope"}]
-    return loaded + sum(math.prod(sizes[dim] for dim in item.shape) // threads for item in tiles) if loaded else 0
+    return loaded + _held(kernel, sizes, threads) if loaded else 0
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
