@@ -120,8 +120,8 @@ def _kept(expr: Expr) -> bool:
     if isinstance(expr, Compare) or (isinstance(expr, Binary) and expr.op in "&|"):
         return False
     loads = any(isinstance(part, Load) for part in walk(expr))
-    computes = any(isinstance(part, Unary | Binary) and part.op not in "+-*" for part in walk(expr))
-    return computes and not loads
+    divides = any(isinstance(part, Binary) and part.op in ("floor_div", "floor_mod") for part in walk(expr))
+    return (divides or any(isinstance(part, Unary) for part in walk(expr))) and not loads
 
 
 def function_registers(kernel: Kernel, sizes: Sizes, layout: tuple[int, int]) -> int:

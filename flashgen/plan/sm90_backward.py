@@ -228,22 +228,25 @@ def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
 
 
 def _while_computing(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
-    """Registers of a thread where masks and score functions are computed: dP is computed beside the scores by then."""
+    """Registers of a thread where masks and score functions are computed: dP is computed beside the scores by then.
+
+    The slope is not there yet, or is itself what they take.
+    """
     taken = function_registers(kernel, sizes, (threads // 32, 1))
-    return _held(kernel, sizes, threads) + taken + OVERHEAD_REGISTERS if taken else 0
+    return _held(kernel, sizes, threads, {"s", "dp"}) + taken + OVERHEAD_REGISTERS if taken else 0
 
 
-def _held(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
-    """Registers of the tiles that a thread holds while it computes functions."""
+def _held(kernel: Kernel, sizes: dict[str, int], threads: int, beside: set[str]) -> int:
+    """Registers of the accumulators of results, and of the tiles beside them."""
     results = {"dk_acc", "dv_acc"} if kernel.name == "attention_backward" else {"dq_acc"}
-    tiles = [item for item in _register_tiles(kernel) if item.name in results | {"s", "dp", "slope"}]
+    tiles = [item for item in _register_tiles(kernel) if item.name in results | beside]
     return sum(math.prod(sizes[dim] for dim in item.shape) // threads for item in tiles)
 
 
 def _while_loading(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
     """Registers of a thread where functions load from arrays: dP is computed beside the scores by then."""
     loaded = loaded_registers(kernel, sizes, (threads // 32, 1), LOADING_REGISTERS)
-    return loaded + _held(kernel, sizes, threads) if loaded else 0
+    return loaded + _held(kernel, sizes, threads, {"s", "dp", "slope"}) if loaded else 0
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:

@@ -5,7 +5,7 @@
 //   tile q 128 x kv 128, 12 warps, 2 stages, Q ahead, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-12-02, 337 to 522 TFLOP/s: python -m flashgen tune --direction fwd --head-dim 128 --causal --preset full --rounds 3, with one head in a tile)
 //   block_q = 128, block_kv = 128, head_dim = 128, head_dim_v = 128
 //   8 query heads share a tile, 16 queries of each
-//   384 threads, about 192 registers each, 1 a multiprocessor
+//   384 threads, about 190 registers each, 1 a multiprocessor
 //   shared memory 229568 of 232448 bytes
 //          0 ..  65536  q_tile, 2 x 32768 bytes, 256 bytes a row
 //      65536 .. 131072  k_tile, 2 x 32768 bytes, 256 bytes a row
