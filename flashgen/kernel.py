@@ -23,6 +23,7 @@ from flashgen.runtime.arguments import (
     check_sizes,
     gapless,
     row_strides,
+    shown,
     unreadable,
     without_memory,
 )
@@ -385,13 +386,11 @@ class Kernel:
         kind = type(arrays["q"])  # of which the library is known
         for name, array in arrays.items():
             if type(array) is not kind and library_of(array, name) is not library:
-                raise TypeError(
-                    f"{auxiliary.shown(name)} is not of {library.name} as q is; convert all arrays to one library"
-                )
+                raise TypeError(f"{shown(name)} is not of {library.name} as q is; convert all arrays to one library")
             try:
                 key.append(library.signature(array))
             except RuntimeError:  # of a sparse tensor, a nested one, or one that stands for a batch of them
-                raise without_memory(auxiliary.shown(name)) from None
+                raise without_memory(shown(name)) from None
         known = tuple(key)
         call = self._bound.get(known)
         if call is None:
@@ -420,7 +419,7 @@ class Kernel:
         if not on_gpu:
             return call
         assert device is not None
-        read = auxiliary.layouts(self._read(), library, arrays) | sink_arrays.layout(library, arrays)
+        read = auxiliary.layouts(self._read(), library, arrays)
         tiles = {name: array for name, array in arrays.items() if name not in (*VECTORS, *call.copied, *read)}
         strides = {name: row_strides(library.strides(array), self.layout) for name, array in tiles.items()}
         aligned = all(aligned_rows(library, array) and library.pointer(array) % 16 == 0 for array in tiles.values())
@@ -440,7 +439,7 @@ class Kernel:
 
     def _read(self) -> tuple[str, ...]:
         """The names of the arrays that are read element by element."""
-        return tuple(item.name for item in self.spec.arrays)
+        return (*(item.name for item in self.spec.arrays), *(("sinks",) if self.spec.sinks else ()))
 
     def _for_sizes(self, spec: Spec, arch: Arch, problem: Problem, queries: int) -> Spec:
         """The spec of a forward of these sizes."""

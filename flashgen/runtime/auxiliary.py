@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flashgen.ir.dtype import DType
 from flashgen.ir.expr import variables
-from flashgen.runtime.arguments import Problem
+from flashgen.runtime.arguments import Problem, check_device, shown
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.runtime.launch import MAX_BLOCKS
 from flashgen.spec import Spec
@@ -58,11 +57,6 @@ def concrete(assumed: Spec, retrace: Retrace, types: Types) -> Spec:
     return retrace(*types)
 
 
-def shown(name: str) -> str:
-    """The name of an array in messages: mask_ids is the ids of mask_aux."""
-    return re.sub("^(mask|score)_", r"\1_aux's ", name)
-
-
 def check(spec: Spec, problem: Problem, library: Library, arrays: Mapping[str, Any]) -> None:
     """ValueError for an array of the wrong rank, on another device than q, or without elements that a call needs."""
     sizes = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
@@ -74,8 +68,7 @@ def check(spec: Spec, problem: Problem, library: Library, arrays: Mapping[str, A
             )
         if len(array.shape) != item.rank:
             raise ValueError(f"{name} has {len(array.shape)} dimensions but is indexed by {item.rank}; reshape it")
-        if library.device(array) != library.device(arrays["q"]):
-            raise ValueError(f"{name} is on another device than q; move it to that of q, k and v")
+        check_device(item.name, library, arrays)
         if 0 in array.shape and 0 not in sizes:
             raise ValueError(f"{name} has shape {tuple(array.shape)}, without an element to read; give it some")
     functions = [function for function in (spec.mask, spec.score) if function and "b" in variables(function.expr)]

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.runtime.arguments import Problem, check_sizes, in_reach, row_strides, without_memory
+from flashgen.runtime.arguments import (
+    Problem,
+    check_agreement,
+    check_device,
+    check_elements,
+    check_rank,
+    check_reach,
+    check_sizes,
+    check_widths,
+    row_strides,
+)
 from flashgen.runtime.arrays import Library
 from flashgen.spec import Spec, parse_integer
 
@@ -35,11 +45,13 @@ class PackedProblem(Problem):
 def check(spec: Spec, library: Library, arrays: Mapping[str, Any]) -> PackedProblem:
     """The sizes of a call, or a ValueError that names the argument, the limit and what to do."""
     q, k, v = (arrays[name] for name in "qkv")
-    for name, width in (("q", spec.head_dim), ("k", spec.head_dim), ("v", spec.head_dim_v)):
-        _check_tensor(name, width, spec, library, arrays)
-    for what, axis in (("total_k", 0), ("heads_kv", 1)):
-        if k.shape[axis] != v.shape[axis]:
-            raise ValueError(f"k and v disagree in {what}: {k.shape[axis]} and {v.shape[axis]}; give both the same")
+    for name, array in zip("qkv", (q, k, v), strict=True):
+        check_dimensions(name, array)
+        check_elements(name, array, spec, library, q)
+    check_widths(spec, q, k, v)
+    strides = tuple(row_strides(library.strides(array), LAYOUT) for array in (q, k, v))
+    check_reach(strides)
+    check_agreement(k, v, {"total_k": 0, "heads_kv": 1})
     (total_q, heads), (total_k, heads_kv) = q.shape[:2], k.shape[:2]
     check_sizes(1, 0, 0, heads, heads_kv)
     for name, total in (("q", total_q), ("k", total_k)):
@@ -48,38 +60,13 @@ def check(spec: Spec, library: Library, arrays: Mapping[str, Any]) -> PackedProb
     sequences = _count(library, arrays)
     if not sequences and (total_q or total_k):
         raise ValueError(f"there is no sequence for {total_q} and {total_k} rows; give cu_seqlens batch + 1 elements")
-    strides = tuple(row_strides(library.strides(array), LAYOUT) for array in (q, k, v))
     sizes = (1, heads, heads_kv, total_q, total_k, spec.head_dim, spec.head_dim_v)
     return PackedProblem(*sizes, strides, sequences)
 
 
-def _check_tensor(name: str, width: int, spec: Spec, library: Library, arrays: Mapping[str, Any]) -> None:
-    array = arrays[name]
-    check_dimensions(name, array)
-    found, strides = library.dtype_name(array), library.strides(array)
-    if found != spec.dtype.name:
-        raise ValueError(f"{name} is {found} but this kernel takes {spec.dtype}; cast q, k and v to one 16-bit type")
-    if library.device(array) != library.device(arrays["q"]):
-        raise ValueError(f"{name} is on another device than q; move q, k and v to one")
-    if array.shape[2] != width:
-        raise ValueError(f"{name} has head_dim {array.shape[2]} but this kernel takes {width}; compile one for it")
-    if 0 not in array.shape and strides[2] != 1:
-        raise ValueError(f"{name}'s last dimension is not contiguous; call .contiguous() on it")
-    if not in_reach(strides[0]):
-        raise ValueError(f"{name}'s rows lie {strides[0]} elements apart, over 2^31 - 1; call .contiguous() on it")
-
-
 def check_dimensions(name: str, array: Any) -> None:
     """ValueError unless the array has three dimensions."""
-    try:
-        count = len(array.shape)
-    except RuntimeError:  # of a nested tensor
-        raise without_memory(name) from None
-    if count != 3:
-        raise ValueError(
-            f"{name} has {count} dimensions and needs 3, (total, heads, head_dim), the sequences one behind the other; "
-            "reshape it"
-        )
+    check_rank(name, array, 3, "(total, heads, head_dim), the sequences one behind the other; reshape it")
 
 
 def _count(library: Library, arrays: Mapping[str, Any]) -> int:
@@ -92,8 +79,7 @@ def _count(library: Library, arrays: Mapping[str, Any]) -> int:
             raise ValueError(f"{name} has {len(array.shape)} dimensions and needs 1, a number for each sequence")
         if array.shape[0] > 1 and library.strides(array)[0] != 1:
             raise ValueError(f"{name} is not contiguous; call .contiguous() on it")
-        if library.device(array) != library.device(arrays["q"]):
-            raise ValueError(f"{name} is on another device than q; move it to that of q, k and v")
+        check_device(name, library, arrays)
     count, other = (arrays[name].shape[0] for name in OFFSETS)
     if count != other:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k have {count} and {other} elements; give both batch + 1")

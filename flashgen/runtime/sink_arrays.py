@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.ir.dtype import F32, DType
-from flashgen.runtime.arguments import Problem
+from flashgen.runtime.arguments import Problem, check_device
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.spec import Spec
 
@@ -35,10 +35,4 @@ def check(problem: Problem, library: Library, arrays: Mapping[str, Any]) -> None
         raise ValueError(
             f"sinks has shape {tuple(sinks.shape)}; give it one number for each head of q, ({problem.heads},)"
         )
-    if library.device(sinks) != library.device(arrays["q"]):
-        raise ValueError("sinks is on another device than q; move it to that of q, k and v")
-
-
-def layout(library: Library, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What a kernel is told of them beside the address: the stride, and the last index."""
-    return {"sinks": (*library.strides(arrays["sinks"]), arrays["sinks"].shape[0] - 1)} if "sinks" in arrays else {}
+    check_device("sinks", library, arrays)
