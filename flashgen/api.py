@@ -74,12 +74,11 @@ def compile(
     _check_choices(deterministic, layout, target, varlen)
     if not isinstance(dropout, bool):
         raise TypeError(f"dropout = {dropout!r:.40} must be True or False; the call says how much, dropout_p=p")
-    if dropout and varlen:
-        raise ValueError("dropout = True with varlen is not supported; call a kernel with dropout for each sequence")
     if not isinstance(sinks, bool):
         raise TypeError(f"sinks = {sinks!r:.40} must be True or False; the call brings the array, kernel(..., sinks=t)")
-    if sinks and varlen:
-        raise ValueError("sinks = True with varlen is not supported; call a kernel with sinks for each sequence")
+    for name, flag in (("dropout", dropout), ("sinks", sinks)):
+        if flag and varlen:
+            raise ValueError(f"{name} = True with varlen is not supported; call a kernel with {name} for each sequence")
     if debug.interpret():
         target = "interpret"
     width = head_dim if head_dim_v is None else head_dim_v
