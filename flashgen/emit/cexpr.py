@@ -23,7 +23,7 @@ from flashgen.ir.expr import (
     Var,
     children,
     text,
-    walk,
+    variables,
 )
 
 _C_OPERATORS = {"//": "/", "&": "&&", "|": "||"}
@@ -91,7 +91,9 @@ def _spell(
     if isinstance(expr, Random):
         return f"random_word({', '.join(spelled(part) for part in children(expr))})", _ATOM
     if isinstance(expr, Select):
-        if operators is _BRANCHLESS and _of_columns(expr) and (_is_special(expr.x) or _is_special(expr.y)):
+        # What a row alone decides is no matter of the products.
+        special = _is_special(expr.x) or _is_special(expr.y)
+        if operators is _BRANCHLESS and special and J.name in variables(expr):
             return f"select({', '.join(map(spelled, (expr.condition, expr.x, expr.y)))})", _ATOM
         condition, *either = (spelled(part, 1) for part in (expr.condition, expr.x, expr.y))
         return f"{condition} ? {' : '.join(either)}", _SELECTPRECEDENCE
@@ -100,11 +102,6 @@ def _spell(
         return f"{expr.op}({spelled(expr.x)}, {spelled(expr.y)})", _ATOM
     level = PRECEDENCE[expr.op]
     return f"{spelled(expr.x, level)} {operators.get(expr.op, expr.op)} {spelled(expr.y, level + 1)}", level
-
-
-def _of_columns(expr: Expr) -> bool:
-    """True for what differs from column to column of a tile: a row alone is no matter of the products."""
-    return any(part == J or (isinstance(part, Load) and J in part.index) for part in walk(expr))
 
 
 def _is_special(expr: Expr) -> bool:

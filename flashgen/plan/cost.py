@@ -80,6 +80,7 @@ def special(expr: Expr) -> int:
     return sum(SPECIAL.get(node.op, 1) for node in walk(expr) if isinstance(node, Unary) and by_element(node))
 
 
+@remembered
 def on_scores(kernel: Kernel) -> tuple[int, bool]:
     """Special functions of the score function for an element; and whether there is one, or a mask beyond causal."""
     maps = [stmt.expr for stmt, _ in _looped(kernel) if isinstance(stmt, Map) and stmt.dst == "s"]
@@ -87,11 +88,18 @@ def on_scores(kernel: Kernel) -> tuple[int, bool]:
     return max(map(special, maps), default=0), len(maps) > 1 or comparisons > 2
 
 
+def takes_functions(kernel: Kernel) -> bool:
+    """True for a kernel with a score function, a mask beyond causal, or random numbers."""
+    return on_scores(kernel) != (0, False) or draws(kernel)
+
+
+@remembered
 def scores(kernel: Kernel) -> bool:
     """True for a kernel with a score function."""
     return sum(isinstance(stmt, Map) and stmt.dst == "s" for stmt, _ in _looped(kernel)) > 1
 
 
+@remembered
 def draws(kernel: Kernel) -> bool:
     """True for a kernel with random numbers."""
     return any(

@@ -47,10 +47,10 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch, may_spill: bool = False) -> Pla
         least = min(verdicts, key=_size)
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
     chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
-    if (spec.mask or spec.score) and source.startswith("measurement"):
-        source += ", without the mask and score functions"
-    source += ", with sequences of one length" * (spec.varlen and source.startswith("measurement"))
-    source += ", with one head in a tile" * (spec.packed > 1 and source.startswith("measurement"))
+    if source.startswith("measurement"):
+        source += ", without the mask and score functions" * bool(spec.mask or spec.score)
+        source += ", with sequences of one length" * spec.varlen
+        source += ", with one head in a tile" * (spec.packed > 1)
     made = make(kernel, spec, arch, chosen)
     variants = (*made.variants, *tuned.by_length(kernel.name, spec, arch), *_unguarded(kernel))
     return replace(made, verdicts=tuple(verdicts), source=source, variants=variants)

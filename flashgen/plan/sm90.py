@@ -54,7 +54,7 @@ def candidates(kernel: Kernel) -> Iterator[Candidate]:
     orders = ("dynamic",) if uneven else ("dynamic", "persistent")
     # What is dropped would hide a guess that was too low, and random numbers take longer than maxima.
     guess = () if cost.draws(kernel) else ("guessed maximum",)
-    more = cost.draws(kernel) or cost.on_scores(kernel) != (0, False)
+    more = cost.takes_functions(kernel)
     for warpgroups, block_kv, order, ahead in product((1, 2, 3), BLOCKS_KV, orders, (False, True)):
         if ahead and more and warpgroups == 3:
             continue  # 160 registers are too few then: 8 to 70 bytes are spilled

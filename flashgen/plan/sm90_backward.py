@@ -20,7 +20,15 @@ from itertools import product
 
 from flashgen.ir.nodes import Buffer, Kernel, Space
 from flashgen.plan.arch import Arch
-from flashgen.plan.cost import accumulator_registers, draws, function_registers, loaded_registers, on_scores, scores
+from flashgen.plan.cost import (
+    accumulator_registers,
+    draws,
+    function_registers,
+    loaded_registers,
+    on_scores,
+    scores,
+    takes_functions,
+)
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
 from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS
 from flashgen.plan.smem import panel_bytes
@@ -210,8 +218,7 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         # by NVRTC 13.5 that holds in both kernels, but not without "late" (4 to 12 bytes are spilled), and for dQ alone
         # not with many functions (24).
         tiles -= sizes["block_q"] * sizes["block_kv"] // 2 // threads
-    functions = on_scores(kernel) != (0, False) or draws(kernel)
-    plain = kernel.name == "attention_backward" and not _adds_dq(kernel) and not functions
+    plain = kernel.name == "attention_backward" and not _adds_dq(kernel) and not takes_functions(kernel)
     overhead = (PLAIN_OVERHEAD_REGISTERS if plain else OVERHEAD_REGISTERS) + _random_registers(kernel, sizes)
     return max(tiles + overhead, _while_computing(kernel, sizes, threads), _while_loading(kernel, sizes, threads))
 
