@@ -17,6 +17,11 @@ CHANNELS = 2048  # heads * head_dim
 DIRECTIONS = ("fwd", "bwd")
 
 
+def mask_name(causal: bool, variant: str = "") -> str:
+    """The name of a mask, "causal" or "full", and of a variant."""
+    return ("causal" if causal else "full") + f" {variant}" * bool(variant)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One point of the grid: forward or backward of one attention shape.
@@ -60,7 +65,7 @@ class Cell:
     @property
     def mask(self) -> str:
         """The name of the mask, "causal" or "full", and of the variant."""
-        return ("causal" if self.causal else "full") + f" {self.variant}" * bool(self.variant)
+        return mask_name(self.causal, self.variant)
 
     def __str__(self) -> str:
         return f"{self.direction} d{self.head_dim} {self.mask} {self.seqlen}"

@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flashgen.bench.grid import mask_name
+
 OWN = "flashgen"
 NOTABLE_SPREAD = 0.10
 
@@ -174,7 +176,7 @@ def label(cell: dict[str, Any]) -> str:
 
 def mask(cell: dict[str, Any]) -> str:
     """The mask of a cell, and its variant."""
-    return ("causal" if cell["causal"] else "full") + (f" {cell['variant']}" if cell.get("variant") else "")
+    return mask_name(cell["causal"], cell.get("variant", ""))
 
 
 def line(cell: dict[str, Any]) -> str:
