@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch, portable_record
+from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch
+from flashgen.runner import PLAIN, Options, Runner, programs
 from flashgen.runtime import auxiliary, dropping, launch, sink_arrays, workspaces
-from flashgen.runtime.arguments import (
-    VECTORS,
-    Problem,
-    aligned_rows,
-    check,
-    check_results,
-    check_scale,
-    check_sizes,
-    gapless,
-    row_strides,
-    shown,
-    unreadable,
-    without_memory,
-)
-from flashgen.runtime.arrays import Library, library_of
-from flashgen.runtime.call import Call, KernelReport
+from flashgen.runtime.arguments import check_sizes
+from flashgen.runtime.arrays import library_of
+from flashgen.runtime.call import KernelReport
 from flashgen.spec import Spec, parse_integer
 
 if TYPE_CHECKING:  # the compiler is imported when there is something to compile: it is most of the import time
     from flashgen import build
     from flashgen.plan.plan import Plan
-    from flashgen.runtime.program import Bound, Program
 
-log = logging.getLogger("flashgen")
-BOUND_LIMIT = 4096
 Aux = tuple[Any, ...] | list[Any] | None
+
+
+class Given(TypedDict, total=False):
+    """What a call brings beside q, k and v; `Kernel.__call__` says what each is."""
+
+    mask_aux: Aux
+    score_aux: Aux
+    sinks: Any
+    dropout_p: float | None
+    dropout_seed: int | None
+    dropout_offset: int
 
 
 @cache
@@ -67,32 +62,14 @@ def _torch_ops() -> Any:
 
 
 @cache
-def programs(stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
-    """The programs of "forward" or "backward"; one object for each spec and chip in the process."""
-    from flashgen import build
-
-    made = build.forward(spec, arch) if stage == "forward" else build.backward(spec, arch)
-    return tuple(_program(stages) for stages in made)
-
-
-@cache
-def _program(stages: build.Stages) -> Program:
-    from flashgen.runtime.program import Program
-
-    return Program(stages)
-
-
-@cache
 def kernel_for(
     spec: Spec, arch: Arch, layout: str, target: str, pinned: bool, kind: Callable[..., Kernel] | None = None
 ) -> Kernel:
     return (kind or Kernel)(spec, arch, layout, target, pinned)
 
 
-class Kernel:
+class Kernel(Runner):
     """Attention for one spec on one chip. Call it with arrays; look at its stages through its properties."""
-
-    KEPT_CALLS = BOUND_LIMIT
 
     def __init__(
         self,
@@ -104,12 +81,7 @@ class Kernel:
         retrace: auxiliary.Retrace | None = None,
     ) -> None:
         """retrace: gives the spec for other types of the arrays that its functions read; None where these are final."""
-        self.spec = spec
-        self.arch = arch
-        self.layout = layout
-        self.target = target
-        self._pinned = pinned
-        self._bound: dict[tuple, Any] = {}
+        super().__init__(spec, arch, layout, target, pinned)
         self._retrace = retrace
         self._reads = bool(spec.arrays) or spec.sinks is not None or spec.dropout
         self._of_types: dict[tuple, Kernel] = {}
@@ -209,69 +181,27 @@ class Kernel:
         is dropped, from 0 up to but not 1 (0 is the kernel without dropout); 64 bits and 32 bits that choose which:
         `flashgen.dropout_mask` shows them. The gradients are those of the same choice.
         """
-        read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
-        read |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
+        given: Given = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
+        given |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         if traced_by_torch():
-            return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **read)
-        library = library_of(q)
-        aux: dict[str, Any] = {}
-        if self._reads or mask_aux is not None or score_aux is not None or sinks is not None:
-            aux = self._arrays(mask_aux, score_aux, sinks)
-        if library.name == "torch":
+            return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **given)
+        kernel, read, options = self.resolve(**given)
+        return kernel.attend({"q": q, "k": k, "v": v} | read, scale, options, return_lse)
+
+    def attend(self, arrays: dict[str, Any], scale: float | None, options: Options, return_lse: bool) -> Any:
+        """o, with return_lse also lse, of arrays by their names in the kernels; under autograd where torch asks."""
+        attend: Callable = self.forward_of
+        if library_of(arrays["q"]).name == "torch":
             torch_ops = _torch_ops()
-            if torch_ops.needs_autograd(q, k, v, *aux.values()):
-                o, lse = torch_ops.attention(self, q, k, v, scale, **read)
-                return (o, lse) if return_lse else o
-        o, lse = self.forward(q, k, v, scale=scale, **read)
+            if torch_ops.needs_autograd(*arrays.values()):
+                attend = partial(torch_ops.attention, self)
+        o, lse = attend(arrays, scale, options)
         return (o, lse) if return_lse else o
 
-    def forward(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        scale: float | None = None,
-        mask_aux: Aux = None,
-        score_aux: Aux = None,
-        sinks: Any = None,
-        dropout_p: float | None = None,
-        dropout_seed: int | None = None,
-        dropout_offset: int = 0,
-    ) -> tuple[Any, Any]:
-        """o and lse, without autograd."""
-        library = library_of(q)
-        arrays = {"q": q, "k": k, "v": v}
-        drop = dropping.asked(self.spec, dropout_p, dropout_seed, dropout_offset)
-        if self._reads or mask_aux is not None or score_aux is not None or sinks is not None:
-            kernel, aux = self._for(mask_aux, score_aux, sinks, drop)
-            if kernel is not self:
-                read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
-                return kernel.forward(q, k, v, scale=scale, **read, **_again(drop))
-            arrays |= aux
-        return self._forward(library, arrays, scale, drop=drop)
-
-    def _forward(
-        self,
-        library: Library,
-        arrays: dict[str, Any],
-        scale: float | None,
-        hint: int | None = None,
-        drop: dropping.Drop | None = None,
-    ) -> Any:
-        """o and lse of arrays by name: q, k, v, and what the kernel reads beside them."""
-        q, k, v, *read = arrays.values()
-        bound = self._bind(library, "forward", arrays, scale, hint)
-        o = library.empty(bound.o_shape, q)
-        lse = library.empty(bound.lse_shape, q, float32=True)
-        if bound.launches is None:
-            from flashgen.runtime import interpret
-
-            interpret.forward(self._interpreted(bound), library, self.layout, bound, arrays, (o, lse), drop)
-            return o, lse
-        pointers = library.pointers((q, k, v, o, lse, *read))
-        bound.launches[0].launch(pointers, library.stream(bound.device), bound.device, drop)
-        return o, lse
+    def forward(self, q: Any, k: Any, v: Any, *, scale: float | None = None, **given: Unpack[Given]) -> tuple[Any, Any]:
+        """o and lse, without autograd. given: what a call of the kernel takes beside these, by the same names."""
+        kernel, read, options = self.resolve(**given)
+        return kernel.forward_of({"q": q, "k": k, "v": v} | read, scale, options)
 
     def backward(
         self,
@@ -284,218 +214,52 @@ class Kernel:
         dlse: Any = None,
         *,
         scale: float | None = None,
+        **given: Unpack[Given],
+    ) -> tuple[Any, ...]:
+        """dq, dk, dv (and dsinks) from the forward's inputs and outputs, the gradient of o, and optionally that of lse.
+
+        o, dout: (batch, seqlen_q, heads, head_dim_v) in this kernel's layout and type. lse, dlse: float32
+        (batch, heads, seqlen_q), dlse None for zero. Where a kernel cannot read one of these in place it is copied.
+        given: as the forward was given.
+        dsinks: (heads,), of the type of the sinks, summed in float32 in a fixed order.
+        """
+        kernel, read, options = self.resolve(**given)
+        arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse} | read
+        arrays |= {} if dlse is None else {"dlse": dlse}
+        return tuple(kernel.backward_of(arrays, scale, options).values())
+
+    def resolve(
+        self,
         mask_aux: Aux = None,
         score_aux: Aux = None,
         sinks: Any = None,
         dropout_p: float | None = None,
         dropout_seed: int | None = None,
         dropout_offset: int = 0,
-    ) -> tuple[Any, ...]:
-        """dq, dk, dv (and dsinks) from the forward's inputs and outputs, the gradient of o, and optionally that of lse.
+    ) -> tuple[Kernel, dict[str, Any], Options]:
+        """What runs a call that brings these: the kernel for their types, the arrays by their names in it, the rest.
 
-        o, dout: (batch, seqlen_q, heads, head_dim_v) in this kernel's layout and type. lse, dlse: float32
-        (batch, heads, seqlen_q), dlse None for zero. Where a kernel cannot read one of these in place it is copied.
-        dsinks: (heads,), of the type of the sinks, summed in float32 in a fixed order.
+        One object for each spec. Where nothing is dropped it is one without dropout.
         """
-        library = library_of(q)
-        arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse}
-        if dlse is not None:
-            arrays["dlse"] = dlse
-        drop = dropping.asked(self.spec, dropout_p, dropout_seed, dropout_offset)
-        kernel, aux = self._for(mask_aux, score_aux, sinks, drop)
-        if kernel is not self:
-            read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
-            return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, **read, **_again(drop))
-        return self._backward(library, arrays | aux, scale, drop)
-
-    def _backward(
-        self, library: Library, arrays: dict[str, Any], scale: float | None, drop: dropping.Drop | None = None
-    ) -> tuple[Any, ...]:
-        """dq, dk and dv of arrays by name, and dsinks where sinks are among them."""
-        q, sinks = arrays["q"], arrays.get("sinks")
-        bound = self._bind(library, "backward", arrays, scale)
-        if "dlse" not in arrays:
-            arrays["dlse"] = library.zeros(bound.lse_shape, q)
-        for name in bound.copied:
-            arrays[name] = library.contiguous(arrays[name])
-        dq, dk, dv = (library.empty(tuple(arrays[name].shape), q) for name in "qkv")
-        arrays |= {"dq": dq, "dk": dk, "dv": dv}
-        if sinks is not None:
-            arrays["dsinks"] = library.empty(tuple(sinks.shape), q, float32=True)
-        self._run_backward(library, bound, arrays, drop)
-        return (dq, dk, dv) if sinks is None else (dq, dk, dv, library.cast(arrays["dsinks"], sinks))
-
-    def _run_backward(self, library: Library, bound: Call, arrays: dict[str, Any], drop: dropping.Drop | None) -> None:
-        """Fill the gradients among the arrays."""
-        if bound.launches is None:
-            from flashgen.runtime import interpret
-
-            return interpret.backward(self._interpreted(bound), library, self.layout, bound, arrays, drop)
-        for name, shape in bound.workspaces.items():
-            arrays[name] = library.empty(shape, arrays["q"], float32=True)
-        stream = library.stream(bound.device)
-        for launch_ in bound.launches:
-            pointers = library.pointers([arrays[name] for name in launch_.program.tensors])
-            launch_.launch(pointers, stream, bound.device, drop)
-
-    def _arrays(self, mask_aux: Aux, score_aux: Aux, sinks: Any) -> dict[str, Any]:
-        """What a call brings beside q, k and v, by the names in the kernels."""
+        if not self._reads and mask_aux is score_aux is sinks is dropout_p is dropout_seed is None:
+            return self, {}, PLAIN
         arrays = auxiliary.named(self.spec, mask_aux, score_aux)
-        return arrays if sinks is None else arrays | {"sinks": sinks}
-
-    def _for(
-        self, mask_aux: Aux, score_aux: Aux, sinks: Any = None, drop: dropping.Drop | None = None
-    ) -> tuple[Kernel, dict[str, Any]]:
-        """The kernel for arrays of these types, one object for each spec; and the arrays by their names in it.
-
-        Where nothing is dropped it is one without dropout.
-        """
-        arrays = self._arrays(mask_aux, score_aux, sinks)
         of_sinks = sink_arrays.dtype(self.spec, sinks)
-        drops = drop is not None
-        if self._retrace is None and (of_sinks, drops) == (self.spec.sinks, self.spec.dropout):
-            return self, arrays
+        arrays |= {} if sinks is None else {"sinks": sinks}
+        drop = dropping.asked(self.spec, dropout_p, dropout_seed, dropout_offset)
         types = auxiliary.dtypes("mask_aux", mask_aux), auxiliary.dtypes("score_aux", score_aux)
-        kernel = self._of_types.get((*types, of_sinks, drops))
+        return self._of((*types, of_sinks, drop is not None)), arrays, PLAIN if drop is None else Options(drop)
+
+    def _of(self, types: tuple[Any, Any, Any, bool]) -> Kernel:
+        """The kernel for arrays of mask and score functions and sinks of these types, with or without dropout."""
+        *functions, sinks, drops = types
+        if self._retrace is None and (sinks, drops) == (self.spec.sinks, self.spec.dropout):
+            return self
+        kernel = self._of_types.get(types)
         if kernel is None:
-            spec = auxiliary.concrete(self.spec, self._retrace, types) if self._retrace else self.spec
+            spec = auxiliary.concrete(self.spec, self._retrace, tuple(functions)) if self._retrace else self.spec
+            spec = replace(spec, sinks=sinks, dropout=drops)
             kind: Any = type(self)
-            spec = replace(spec, sinks=of_sinks, dropout=drops)
             kernel = kernel_for(spec, self.arch, self.layout, self.target, self._pinned, kind)
-            self._of_types[*types, of_sinks, drops] = kernel
-        return kernel, arrays
-
-    def programs(self, stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
-        """What a call launches; the tuner overrides it."""
-        return programs(stage, spec, arch)
-
-    def _interpreted(self, bound: Call) -> tuple[build.Stages, ...]:
-        from flashgen import build
-
-        return build.forward(self.spec, self.arch) + (build.backward(self.spec, self.arch) if bound.backward else ())
-
-    def _bind(
-        self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, hint: int | None = None
-    ) -> Call:
-        """The checked and bound call for arrays of these shapes, strides and alignment.
-
-        hint: about how many queries a sequence has, where the shapes do not say it.
-        """
-        check_scale(scale, self.spec.head_dim)
-        key: list[Any] = [stage, scale, library.name, hint]
-        kind = type(arrays["q"])  # of which the library is known
-        for name, array in arrays.items():
-            if type(array) is not kind and library_of(array, name) is not library:
-                raise TypeError(f"{shown(name)} is not of {library.name} as q is; convert all arrays to one library")
-            try:
-                key.append(library.signature(array))
-            except RuntimeError:  # of a sparse tensor, a nested one, or one that stands for a batch of them
-                raise without_memory(shown(name)) from None
-        known = tuple(key)
-        call = self._bound.get(known)
-        if call is None:
-            call = self._prepare(library, stage, arrays, scale, hint)
-            if len(self._bound) >= self.KEPT_CALLS:
-                self._bound.clear()
-            self._bound[known] = call
-        return call
-
-    def _prepare(
-        self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, hint: int | None
-    ) -> Call:
-        """Check everything, and bind the programs."""
-        problem = self._problem(library, arrays)
-        scale = check_scale(scale, self.spec.head_dim)
-        device = library.device(arrays["q"])
-        on_gpu = choose_target(self, device)
-        o_shape = self._shape(problem.batch, problem.seqlen_q, problem.heads, self.spec.head_dim_v)
-        lse_shape = self._lse_shape(problem)
-        call = Call(problem, scale, o_shape, lse_shape, device or 0, stage == "backward")
-        check_results(self.spec, library, o_shape, lse_shape, arrays)
-        auxiliary.check(self.spec, problem, library, arrays)
-        sink_arrays.check(problem, library, arrays)
-        dropping.check(self.spec, problem)
-        call.copied = unreadable(library, self.layout, arrays)
-        if not on_gpu:
-            return call
-        assert device is not None
-        read = auxiliary.layouts(self._read(), library, arrays)
-        tiles = {name: array for name, array in arrays.items() if name not in (*VECTORS, *call.copied, *read)}
-        strides = {name: row_strides(library.strides(array), self.layout) for name, array in tiles.items()}
-        aligned = all(aligned_rows(library, array) and library.pointer(array) % 16 == 0 for array in tiles.values())
-        arch = self._arch_for(device)
-        if arch.portable and any(step <= 0 for name in ("q", "k", "v", "dout") for step in strides.get(name, ())):
-            log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
-            arch = portable_record(arch)
-        spec = replace(self.spec, aligned=aligned)
-        queries = problem.seqlen_q if hint is None else hint
-        made = self.programs(stage, self._for_sizes(spec, arch, problem, queries) if stage == "forward" else spec, arch)
-        call.launches = self._launches(stage, made, call, strides | read)
-        return call
-
-    def _problem(self, library: Library, arrays: dict[str, Any]) -> Problem:
-        """The checked sizes of a call."""
-        return check(self.spec, self.layout, library, arrays["q"], arrays["k"], arrays["v"])
-
-    def _read(self) -> tuple[str, ...]:
-        """The names of the arrays that are read element by element."""
-        return (*(item.name for item in self.spec.arrays), *(("sinks",) if self.spec.sinks else ()))
-
-    def _for_sizes(self, spec: Spec, arch: Arch, problem: Problem, queries: int) -> Spec:
-        """The spec of a forward of these sizes."""
-        from flashgen import build
-
-        suited = build.for_sizes(spec, arch, queries, problem.seqlen_k, problem.heads // problem.heads_kv)
-        if suited != spec:
-            log.debug("%s: a call of %d queries and %d keys takes %s", self, queries, problem.seqlen_k, suited)
-        return suited
-
-    def _launches(self, stage: str, made: tuple[Program, ...], call: Call, strides: dict) -> tuple[Bound, ...]:
-        """Bind each program to the strides of its arrays, and note the workspaces."""
-        problem = call.problem
-        vector = (problem.heads * problem.seqlen_q, problem.seqlen_q)
-        known: dict[str, tuple[int, ...]] = dict.fromkeys(VECTORS, vector)
-        known |= dict.fromkeys(("o", "dout"), row_strides(gapless(call.o_shape), self.layout)) | strides
-        scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
-        if stage == "backward":
-            for name, heads, seqlen, width in (
-                ("dq", problem.heads, problem.seqlen_q, self.spec.head_dim),
-                ("dk", problem.heads_kv, problem.seqlen_k, self.spec.head_dim),
-                ("dv", problem.heads_kv, problem.seqlen_k, self.spec.head_dim_v),
-            ):
-                shape = self._shape(problem.batch, seqlen, heads, width)
-                known[name] = row_strides(gapless(shape), self.layout)
-            scalars["padding"] = padding = made[1].stages.plan.sizes["block_q"]
-            rows = problem.padded_rows(padding)
-            call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, rows, problem.seqlen_q)
-            known["dsinks"] = (problem.heads, problem.heads)
-        return tuple(program.bind(known | workspaces.strides(program, call.workspaces), scalars) for program in made)
-
-    def _arch_for(self, device: int) -> Arch:
-        """The chip to compile for: the one asked for, where it runs on the device."""
-        major, minor = launch.compute_capability(device)
-        own = for_capability(major, minor)
-        if not self._pinned:
-            return own
-        check_real(self.arch)
-        if self.arch.capability[0] != major or self.arch.capability[1] > minor:
-            raise ValueError(f"arch = {self.arch.name} does not run on this GPU; use {own.name} or arch=None")
-        return self.arch
-
-    def _lse_shape(self, problem: Problem) -> tuple[int, ...]:
-        return problem.batch, problem.heads, problem.seqlen_q
-
-    def _shape(self, batch: int, seqlen: int, heads: int, width: int) -> tuple[int, ...]:
-        return (batch, seqlen, heads, width) if self.layout == "bshd" else (batch, heads, seqlen, width)
-
-
-def _again(drop: dropping.Drop | None) -> dict[str, Any]:
-    """The arguments of a call that has this dropout."""
-    return {} if drop is None else {"dropout_p": drop.p, "dropout_seed": drop.seed, "dropout_offset": drop.offset}
-
-
-def choose_target(kernel: Kernel, device: int | None) -> bool:
-    """True to launch on the GPU, False to interpret."""
-    if kernel.target == "cuda" and device is None:
-        raise ValueError("target = 'cuda' but q is on the host; move q, k and v to a GPU or use target='auto'")
-    return device is not None and kernel.target != "interpret"
+            self._of_types[types] = kernel
+        return kernel

@@ -7,10 +7,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from flashgen.kernel import Aux, Kernel, _torch_ops, traced_by_torch, untraced
-from flashgen.runtime import auxiliary, sequences, workspaces
+from flashgen.kernel import Aux, Kernel, traced_by_torch, untraced
+from flashgen.runner import PLAIN, Options
+from flashgen.runtime import sequences, workspaces
 from flashgen.runtime.arguments import check_sizes
 from flashgen.runtime.arrays import Library, library_of
+from flashgen.runtime.call import Call
 from flashgen.spec import parse_integer
 
 # The most queries a sequence for which the length of the longest says something about the tiles: rows of a tile.
@@ -60,23 +62,16 @@ class VarlenKernel(Kernel):
         """Attention of each sequence by itself; arguments, types and errors as in `flashgen.varlen_attention`."""
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
         if traced_by_torch():
-            options = {"scale": scale, "return_lse": return_lse, "mask_aux": mask_aux, "score_aux": score_aux}
-            more: dict[str, Any] = options | {"seqused_k": seqused_k, "check": check}
-            return untraced(self)(*given, max_seqlen_q, max_seqlen_k, **more)
-        library = library_of(q)
+            more: dict[str, Any] = {"scale": scale, "return_lse": return_lse, "seqused_k": seqused_k, "check": check}
+            return untraced(self)(*given, max_seqlen_q, max_seqlen_k, mask_aux=mask_aux, score_aux=score_aux, **more)
         sequences.check_longest("max_seqlen_k", max_seqlen_k)
+        kernel, arrays = self._given(*given, seqused_k, mask_aux, score_aux)
+        options = _hint(max_seqlen_q)
         if check:
-            self._check_values(library, *given, seqused_k)
-        if library.name == "torch":
-            torch_ops = _torch_ops()
-            aux = auxiliary.named(self.spec, mask_aux, score_aux)
-            if torch_ops.needs_autograd(q, k, v, *aux.values()):
-                told = given[3:] if seqused_k is None else (*given[3:], seqused_k)
-                o, lse = torch_ops.attention(self, q, k, v, scale, mask_aux, score_aux, sequences=told)
-                return (o, lse) if return_lse else o
-        read = {"mask_aux": mask_aux, "score_aux": score_aux}
-        o, lse = self.forward(*given, seqused_k, scale=scale, max_seqlen_q=max_seqlen_q, **read)
-        return (o, lse) if return_lse else o
+            library = library_of(q)
+            kernel._bind(library, "forward", arrays, scale, options)  # which refuses what has no values to look at
+            sequences.check_values(library, arrays)
+        return kernel.attend(arrays, scale, options, return_lse)
 
     def forward(  # type: ignore[override]
         self,
@@ -93,12 +88,8 @@ class VarlenKernel(Kernel):
         score_aux: Aux = None,
     ) -> tuple[Any, Any]:
         """o and lse, without autograd."""
-        told = _told(cu_seqlens_q, cu_seqlens_k, seqused_k)
-        kernel, aux = self._with(seqused_k)._for(mask_aux, score_aux)
-        longest = sequences.check_longest("max_seqlen_q", max_seqlen_q)
-        library = self._library(q, k, v, told)
-        hint = longest if longest is not None and longest <= FEW else 0  # of which no heads are packed
-        return kernel._forward(library, {"q": q, "k": k, "v": v} | aux | told, scale, hint)
+        kernel, arrays = self._given(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, mask_aux, score_aux)
+        return kernel.forward_of(arrays, scale, _hint(max_seqlen_q))
 
     def backward(  # type: ignore[override]
         self,
@@ -122,28 +113,35 @@ class VarlenKernel(Kernel):
         o, dout: (total_q, heads, head_dim_v). lse, dlse: float32 (heads, total_q). The gradients of keys that
         seqused_k leaves out are zero.
         """
-        told = _told(cu_seqlens_q, cu_seqlens_k, seqused_k)
-        kernel, aux = self._with(seqused_k)._for(mask_aux, score_aux)
-        library = self._library(q, k, v, told)
-        arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse}
-        arrays |= {} if dlse is None else {"dlse": dlse}
-        return kernel._backward(library, arrays | aux | told, scale)
+        kernel, arrays = self._given(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, mask_aux, score_aux)
+        arrays |= {"o": o, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+        return tuple(kernel.backward_of(arrays, scale).values())  # type: ignore[return-value]
 
-    def _library(self, q: Any, k: Any, v: Any, told: dict[str, Any]) -> Library:
-        """The library of the arrays. What is on the host anyway is looked at: it would decide what is read."""
-        library = library_of(q)
-        if self.target == "interpret" or library.device(q) is None:
-            self._check_values(library, q, k, v, *told.values())
-        return library
+    def _given(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        seqused_k: Any,
+        mask_aux: Aux,
+        score_aux: Aux,
+    ) -> tuple[VarlenKernel, dict[str, Any]]:
+        """The kernel for what a call brings, and its arrays by their names in it."""
+        kernel: Any
+        kernel, aux, _ = self._with(seqused_k).resolve(mask_aux, score_aux)
+        told = dict(zip(sequences.OFFSETS, (cu_seqlens_q, cu_seqlens_k), strict=True))
+        told |= {} if seqused_k is None else {sequences.USED: seqused_k}
+        return kernel, {"q": q, "k": k, "v": v} | aux | told
 
-    def _check_values(self, library: Library, q: Any, k: Any, v: Any, *told: Any) -> None:
-        arrays = {"q": q, "k": k, "v": v} | _told(*told)
-        kernel = self if len(told) < 3 else self._with(told[2])
-        for name, array in arrays.items():
-            if library_of(array, name) is not library:
-                raise TypeError(f"{name} is not of {library.name} as q is; convert all arrays to one library")
-        kernel._problem(library, arrays)
-        sequences.check_values(library, arrays)
+    def _bind(
+        self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, options: Options = PLAIN
+    ) -> Call:
+        call = super()._bind(library, stage, arrays, scale, options)
+        if call.launches is None:  # what is on the host anyway is looked at: it would decide what is read
+            sequences.check_values(library, arrays)
+        return call
 
     def _with(self, seqused_k: Any) -> VarlenKernel:
         """The kernel of calls that say how many keys are used, or of those that do not."""
@@ -169,7 +167,7 @@ class VarlenKernel(Kernel):
         return seqlen, heads, width
 
 
-def _told(cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any = None) -> dict[str, Any]:
-    """What says where the sequences lie, by its names in the kernels."""
-    told = dict(zip(sequences.OFFSETS, (cu_seqlens_q, cu_seqlens_k), strict=True))
-    return told if seqused_k is None else told | {sequences.USED: seqused_k}
+def _hint(max_seqlen_q: Any) -> Options:
+    """What the longest sequence says of the tiles: where it is not short, that no heads are packed."""
+    longest = sequences.check_longest("max_seqlen_q", max_seqlen_q)
+    return Options(queries=longest if longest is not None and longest <= FEW else 0)

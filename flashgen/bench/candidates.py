@@ -15,10 +15,11 @@ from flashgen.attention import forward as forward_nest
 from flashgen.bench.grid import Cell
 from flashgen.bench.peers import Attend, Peer, first_line
 from flashgen.ir.nodes import Kernel as Nest
-from flashgen.kernel import Kernel, programs
+from flashgen.kernel import Kernel
 from flashgen.plan import planner, tuned
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate, Plan, Verdict
+from flashgen.runner import programs
 from flashgen.runtime.program import Program
 from flashgen.spec import LENGTHS, Spec
 

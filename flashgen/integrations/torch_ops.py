@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from flashgen.runtime.arguments import without_memory
+from flashgen.runtime.arguments import shown, without_memory
 
 if TYPE_CHECKING:
-    from flashgen.kernel import Kernel
+    from flashgen.runner import Options, Runner
+
+GRADIENTS = ("q", "k", "v", "sinks")  # the arrays that have one
 
 
 def needs_autograd(*tensors: torch.Tensor) -> bool:
@@ -22,35 +23,20 @@ def needs_autograd(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
-def attention(
-    kernel: Kernel,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    mask_aux: Any,
-    score_aux: Any,
-    sinks: Any = None,
-    sequences: tuple[torch.Tensor, ...] = (),
-    **drop: Any,
-) -> Any:
+def attention(kernel: Runner, arrays: dict[str, torch.Tensor], scale: float | None, options: Options) -> Any:
     """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own.
 
-    sequences: what the kernel is told of packed sequences behind the other arrays.
+    arrays: q, k, v and what else the kernel reads, by their names in it.
     """
-    for name, arrays in (("mask_aux", mask_aux or ()), ("score_aux", score_aux or ())):
-        for place, array in enumerate(arrays):
-            if getattr(array, "requires_grad", False):
-                raise ValueError(
-                    f"{name}[{place}] requires grad, and gradients are of q, k, v and sinks alone; detach it"
-                )
+    for name, array in arrays.items():
+        if name not in GRADIENTS and getattr(array, "requires_grad", False):
+            raise ValueError(f"{shown(name)} requires grad, and gradients are of q, k, v and sinks alone; detach it")
     try:
-        read = (*(mask_aux or ()), *(score_aux or ()), *sequences)
-        return _Attention.apply(q, k, v, sinks, kernel, scale, drop, (len(mask_aux or ()), len(sequences)), *read)
+        return _Attention.apply(kernel, scale, options, tuple(arrays), *arrays.values())
     except NotImplementedError:
         raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
     except RuntimeError:
-        check_memory({"q": q, "k": k, "v": v})
+        check_memory({name: arrays[name] for name in "qkv"})
         raise
 
 
@@ -68,42 +54,20 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        kernel: Kernel,
-        scale: float | None,
-        drop: dict[str, Any],
-        counts: tuple[int, int],
-        *read: torch.Tensor,
+        ctx: Any, kernel: Runner, scale: float | None, options: Options, names: tuple[str, ...], *arrays: torch.Tensor
     ) -> Any:
-        sequences, aux = _divided(read, counts)
-        more = drop if sinks is None else drop | {"sinks": sinks}
-        o, lse = kernel.forward(q, k, v, *sequences, scale=scale, **aux, **more)
-        ctx.save_for_backward(q, k, v, sinks, o, lse, *read)
+        o, lse = kernel.forward_of(dict(zip(names, arrays, strict=True)), scale, options)
+        ctx.save_for_backward(*arrays, o, lse)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.scale, ctx.drop, ctx.counts = kernel, scale, drop, counts
+        ctx.kernel, ctx.scale, ctx.options, ctx.names = kernel, scale, options, names
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        q, k, v, sinks, o, lse, *read = ctx.saved_tensors
-        sequences, aux = _divided(read, ctx.counts)
-        if sinks is not None:
-            aux["sinks"] = sinks
-        if dout is None:
-            dout = torch.zeros_like(o)
-        dq, dk, dv, *more = ctx.kernel.backward(
-            q, k, v, o, lse, dout, dlse, *sequences, scale=ctx.scale, **aux, **ctx.drop
-        )
-        return dq, dk, dv, *(more or [None]), None, None, None, None, *(None for _ in read)
-
-
-def _divided(read: Sequence[torch.Tensor], counts: tuple[int, int]) -> tuple[Sequence[torch.Tensor], dict[str, Any]]:
-    """What the kernel is told of sequences, and the arrays of functions. counts: of masks, and of the former."""
-    masks, sequences = counts
-    behind = len(read) - sequences
-    return read[behind:], {"mask_aux": read[:masks] or None, "score_aux": read[masks:behind] or None}
+        *inputs, o, lse = ctx.saved_tensors
+        arrays = dict(zip(ctx.names, inputs, strict=True))
+        arrays |= {"o": o, "lse": lse, "dout": torch.zeros_like(o) if dout is None else dout}
+        arrays |= {} if dlse is None else {"dlse": dlse}
+        gradients = ctx.kernel.backward_of(arrays, ctx.scale, ctx.options)
+        return None, None, None, None, *(gradients.get(name) for name in ctx.names)

@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from operator import itemgetter
 
 from flashgen.attention import dropout
 from flashgen.build import Stages
@@ -153,6 +154,7 @@ class Bound:
         self.grid = grid
         self.late = late
         self.launches = list(_divided(*grid))
+        self.arguments = itemgetter(*program.tensors)  # of arrays by name, in the order of the addresses
         self._args = lru_cache(KEPT)(self._packed)
 
     def launch(self, pointers: tuple[int, ...], stream: int, device: int, drop: Drop | None = None) -> None:

@@ -65,7 +65,7 @@ def test_attention_numpy_and_layouts(inputs):
 def test_nothing_dropped_is_the_kernel_without_dropout(inputs):
     q, k, v, do = inputs
     kernel, plain = (flashgen.compile(16, dtype="float16", dropout=dropout) for dropout in (True, False))
-    assert kernel._for(None, None)[0] is plain
+    assert kernel.resolve(dropout_p=0.0)[0] is plain
     o, lse = kernel.forward(q, k, v, dropout_p=0.0)
     assert torch.equal(o, plain(q, k, v)) and torch.equal(kernel(q, k, v, dropout_p=0, dropout_seed=3), o)
     found = kernel.backward(q, k, v, o, lse, do, dropout_p=0.0)

@@ -27,7 +27,7 @@ def problem(drawn):
     """The problem of a draw, with the kernel's names and types of its arrays."""
     aux = drawn.aux("cpu")
     kernel = drawn.compile(target="interpret")
-    kernel, arrays = kernel._for(aux.get("mask"), aux.get("score"))
+    kernel, arrays, _ = kernel.resolve(aux.get("mask"), aux.get("score"))
     sizes = drawn.sizes
     return Problem(
         kernel.spec,
