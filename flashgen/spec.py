@@ -53,6 +53,7 @@ class Spec:
         one. Every kernel is right for every length.
     mask: which keys a query sees, among those that `causal` shows it; None for all of them.
     score: what takes the place of each scaled score; None for the score itself.
+    listed: loops over blocks walk lists that a call brings (flashgen.block_mask), in place of all blocks between limits.
     """
 
     head_dim: int = 128
@@ -65,6 +66,7 @@ class Spec:
     length: str = ""
     mask: Function | None = None
     score: Function | None = None
+    listed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -95,6 +97,7 @@ class Spec:
         flags += [] if self.aligned else ["unaligned"]
         flags += [f"packed{self.packed}"] if self.packed > 1 else []
         flags += [self.length] if self.length else []
+        flags += ["listed"] if self.listed else []
         return "_".join([dims, self.dtype.cuda, *flags])
 
 

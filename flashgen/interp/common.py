@@ -59,16 +59,19 @@ class Scope(Protocol):
 
 
 class Uniform:
-    """A scope of named numbers without buffers: grids, loop bounds, tile origins."""
+    """A scope of named numbers: grids, loop bounds, tile origins; of buffers only the global arrays given."""
 
-    def __init__(self, values: Mapping[str, Value]):
+    def __init__(self, values: Mapping[str, Value], arrays: Mapping[str, np.ndarray] | None = None):
         self.values = values
+        self.arrays = arrays or {}
 
     def variable(self, name: str) -> Value:
         return self.values[name]
 
     def load(self, expr: Load) -> Value:
-        raise TypeError(f"{text(expr)} is not uniform")
+        if expr.buffer not in self.arrays:
+            raise TypeError(f"{text(expr)} is not uniform")
+        return gather(self.arrays[expr.buffer], [evaluate(part, self) for part in expr.index])
 
 
 def number(value: int | float) -> Value:

@@ -39,11 +39,12 @@ Steps = Generator[Waiting | None, None, None]
 class Warp:
     """One warp: its uniform values, its part of each register buffer, and its asynchronous copies.
 
-    registers: a tile's part is [rows, columns]; a row vector's is [rows, 4], for the four lanes that hold a row.
+    arrays: those that are read by element. registers: a tile's part is [rows, columns]; a row vector's is [rows, 4], for the four lanes that hold a row.
     """
 
     index: int
     names: dict[str, Value]
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     registers: dict[str, np.ndarray] = field(default_factory=dict)
     uncommitted: list[InFlight] = field(default_factory=list)
     groups: list[list[InFlight]] = field(default_factory=list)
@@ -52,7 +53,7 @@ class Warp:
     finished: bool = False
 
     def uniform(self, expr: Expr) -> int:
-        return int(evaluate(expr, Uniform(self.names)))
+        return int(evaluate(expr, Uniform(self.names, self.arrays)))
 
 
 class Block:
@@ -71,7 +72,8 @@ class Block:
         self.buffers: dict[str, Buffer] = {buffer.name: buffer for buffer in kernel.buffers}
         self.sizes = plan.sizes
         self.shared = SharedMemory(kernel, plan)
-        self.warps = [Warp(index, {**names, "warp": index}) for index in range(plan.warps)]
+        listed = {item.name: arrays[item.name] for item in kernel.buffers if item.by_element}
+        self.warps = [Warp(index, {**names, "warp": index}, listed) for index in range(plan.warps)]
         divided = any(buffer.first_warp for buffer in kernel.buffers)
         self.holders = 4 if divided else plan.computing_warps  # of a register buffer: all, or a warpgroup's four
         self.arrived: dict[int, Stmt] = {}
