@@ -179,7 +179,7 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
         return view | {"stays_rolled": any(isinstance(inner, sm90.TmaLoad) for inner in stmt.body)}
     if isinstance(stmt, If):
         return view | {"condition": names.uniform(stmt.condition)}
-    if isinstance(stmt, Let | base.Counter | base.Assign):
+    if isinstance(stmt, Let | base.Counter | base.Assign | sm90.Broadcast):
         return view | {"name": stmt.name, "value": names.uniform(stmt.value)}
     if isinstance(stmt, base.WhileLoop):
         return view | {"condition": names.uniform(stmt.condition)}

@@ -39,7 +39,7 @@ def _rotated(loop: Stmt) -> Stmt | Body:
         return loop
     first, last = steps[0], steps[-1]
     assert isinstance(last, Wgmma)
-    if not independent((first, last), 0, 1):
+    if not independent((first, last), 0, 1) or not any(isinstance(stmt, ReduceRows) for stmt in steps):
         return loop
     middle = _awaiting(steps[1:-1], last)
     some = loop.start < loop.stop
