@@ -8,6 +8,7 @@ kernel = flashgen.compile(head_dim=128, causal=True); print(kernel.explain()); o
 import flashgen.attention  # noqa: F401 # isort: skip
 from flashgen import masks, scores
 from flashgen.api import Kernel, attention, compile
+from flashgen.blocks import block_mask
 from flashgen.spec import Spec
 from flashgen.trace.functions import (
     abs,
@@ -33,6 +34,7 @@ __all__ = [
     "Spec",
     "abs",
     "attention",
+    "block_mask",
     "compile",
     "cos",
     "exp",

@@ -14,6 +14,7 @@ from flashgen.runtime.arrays import library_of
 from flashgen.spec import Spec, parse_dtype
 
 if TYPE_CHECKING:
+    from flashgen.runtime.blocks import BlockMask
     from flashgen.trace import DTypes
 
 LAYOUTS = ("bshd", "bhsd")
@@ -100,18 +101,19 @@ def attention(
     score_mod: Callable | None = None,
     mask_aux: Aux = None,
     score_aux: Aux = None,
+    block_mask: BlockMask | None = None,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
     CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux and score_aux as a kernel.
+    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux and block_mask as a kernel.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
-    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux}
+    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "block_mask": block_mask}
     if traced_by_torch():
         return untraced(attention)(q, k, v, causal, scale, layout, return_lse, **options, **arrays)
     library_of(q)

@@ -33,11 +33,21 @@ from flashgen.spec import Spec, parse_integer
 if TYPE_CHECKING:  # the compiler is imported when there is something to compile: it is most of the import time
     from flashgen import build
     from flashgen.plan.plan import Plan
+    from flashgen.runtime.blocks import BlockMask
     from flashgen.runtime.program import Bound, Program
 
 log = logging.getLogger("flashgen")
 BOUND_LIMIT = 4096
 Aux = tuple[Any, ...] | list[Any] | None
+
+
+def signature(block_mask: Any) -> tuple:
+    """All that a call depends on of a block mask but its numbers. Raises TypeError for what is none."""
+    found = getattr(block_mask, "signature", None)
+    if not isinstance(found, tuple):
+        kind = type(block_mask).__name__
+        raise TypeError(f"block_mask is of type {kind}; give what flashgen.block_mask returned, or None")
+    return found
 
 
 @cache
@@ -71,11 +81,11 @@ def programs(stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
     from flashgen import build
 
     made = build.forward(spec, arch) if stage == "forward" else build.backward(spec, arch)
-    return tuple(_program(stages) for stages in made)
+    return tuple(program_of(stages) for stages in made)
 
 
 @cache
-def _program(stages: build.Stages) -> Program:
+def program_of(stages: build.Stages) -> Program:
     from flashgen.runtime.program import Program
 
     return Program(stages)
@@ -188,15 +198,17 @@ class Kernel:
         return_lse: bool = False,
         mask_aux: Aux = None,
         score_aux: Aux = None,
+        block_mask: BlockMask | None = None,
     ) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
 
         mask_aux, score_aux: the arrays that mask_mod and score_mod take behind the others: float32, bfloat16,
         float16 or int32, of as many dimensions as they are indexed by, with any strides.
+        block_mask: from `flashgen.block_mask`, of this kernel's masks: blocks that it skips are not visited.
         """
+        read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "block_mask": block_mask}
         if traced_by_torch():
-            options = {"scale": scale, "return_lse": return_lse, "mask_aux": mask_aux, "score_aux": score_aux}
-            return untraced(self)(q, k, v, **options)
+            return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **read)
         library = library_of(q)
         aux: dict[str, Any] = {}
         if self._reads or mask_aux is not None or score_aux is not None:
@@ -204,23 +216,34 @@ class Kernel:
         if library.name == "torch":
             torch_ops = _torch_ops()
             if torch_ops.needs_autograd(q, k, v, *aux.values()):
-                o, lse = torch_ops.attention(self, q, k, v, scale, mask_aux, score_aux)
+                o, lse = torch_ops.attention(self, q, k, v, scale, mask_aux, score_aux, block_mask)
                 return (o, lse) if return_lse else o
-        o, lse = self.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+        o, lse = self.forward(q, k, v, scale=scale, **read)
         return (o, lse) if return_lse else o
 
     def forward(
-        self, q: Any, k: Any, v: Any, *, scale: float | None = None, mask_aux: Aux = None, score_aux: Aux = None
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scale: float | None = None,
+        mask_aux: Aux = None,
+        score_aux: Aux = None,
+        block_mask: BlockMask | None = None,
     ) -> tuple[Any, Any]:
         """o and lse, without autograd."""
         library = library_of(q)
         arrays = {"q": q, "k": k, "v": v}
-        if self._reads or mask_aux is not None or score_aux is not None:
-            kernel, aux = self._for(mask_aux, score_aux)
+        if self._reads or mask_aux is not None or score_aux is not None or block_mask is not None:
+            kernel, aux = self._for(mask_aux, score_aux, block_mask)
             if kernel is not self:
-                return kernel.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+                read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "block_mask": block_mask}
+                return kernel.forward(q, k, v, scale=scale, **read)
             arrays |= aux
-        bound = self._bind(library, "forward", arrays, scale)
+        bound = self._bind(library, "forward", arrays, scale, block_mask)
+        if block_mask is not None:
+            arrays |= block_mask.lists(bound)
         o = library.empty(bound.o_shape, q)
         lse = library.empty(bound.lse_shape, q, float32=True)
         if bound.launches is None:
@@ -245,27 +268,32 @@ class Kernel:
         scale: float | None = None,
         mask_aux: Aux = None,
         score_aux: Aux = None,
+        block_mask: BlockMask | None = None,
     ) -> tuple[Any, Any, Any]:
         """dq, dk, dv from the forward's inputs and outputs, the gradient of o, and (optionally) that of lse.
 
         o, dout: (batch, seqlen_q, heads, head_dim_v) in this kernel's layout and type. lse, dlse: float32
         (batch, heads, seqlen_q), dlse None for zero. Where a kernel cannot read one of these in place it is copied.
+        mask_aux, score_aux, block_mask: as the forward was given.
         """
         library = library_of(q)
         arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse}
         if dlse is not None:
             arrays["dlse"] = dlse
-        kernel, aux = self._for(mask_aux, score_aux)
+        kernel, aux = self._for(mask_aux, score_aux, block_mask)
         if kernel is not self:
-            return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+            read: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "block_mask": block_mask}
+            return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, **read)
         arrays |= aux
-        bound = self._bind(library, "backward", arrays, scale)
+        bound = self._bind(library, "backward", arrays, scale, block_mask)
         if dlse is None:
             arrays["dlse"] = library.zeros(bound.lse_shape, q)
         for name in bound.copied:
             arrays[name] = library.contiguous(arrays[name])
         dq, dk, dv = (library.empty(tuple(array.shape), q) for array in (q, k, v))
         arrays |= {"dq": dq, "dk": dk, "dv": dv}
+        if block_mask is not None:
+            arrays |= block_mask.lists(bound)
         if bound.launches is None:
             from flashgen.runtime import interpret
 
@@ -279,8 +307,12 @@ class Kernel:
             launch_.launch(pointers, stream, bound.device)
         return dq, dk, dv
 
-    def _for(self, mask_aux: Aux, score_aux: Aux) -> tuple[Kernel, dict[str, Any]]:
-        """The kernel for arrays of these types, one object for each spec; and the arrays by their names in it."""
+    def _for(self, mask_aux: Aux, score_aux: Aux, block_mask: BlockMask | None = None) -> tuple[Kernel, dict[str, Any]]:
+        """The kernel for arrays of these types, and with or without lists, one object for each spec; and the arrays by
+        their names in it."""
+        if block_mask is not None and not self.spec.listed:
+            plain, arrays = self._for(mask_aux, score_aux)
+            return plain._walking_lists, arrays
         arrays = auxiliary.named(self.spec, mask_aux, score_aux)
         if self._retrace is None:
             return self, arrays
@@ -292,6 +324,12 @@ class Kernel:
             self._of_types[types] = kernel
         return kernel, arrays
 
+    @cached_property
+    def _walking_lists(self) -> Kernel:
+        """The same kernel for calls with a block mask."""
+        spec = replace(self.spec, listed=True)
+        return kernel_for(spec, self.arch, self.layout, self.target, self._pinned)
+
     def programs(self, stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
         """What a call launches; the tuner overrides it."""
         return programs(stage, spec, arch)
@@ -301,10 +339,17 @@ class Kernel:
 
         return build.forward(self.spec, self.arch) + (build.backward(self.spec, self.arch) if bound.backward else ())
 
-    def _bind(self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None) -> Call:
+    def _bind(
+        self,
+        library: Library,
+        stage: str,
+        arrays: dict[str, Any],
+        scale: float | None,
+        block_mask: BlockMask | None = None,
+    ) -> Call:
         """The checked and bound call for arrays of these shapes, strides and alignment."""
         check_scale(scale, self.spec.head_dim)
-        key: list[Any] = [stage, scale, library.name]
+        key: list[Any] = [stage, scale, library.name, *(() if block_mask is None else (signature(block_mask),))]
         kind = type(arrays["q"])  # of which the library is known
         for name, array in arrays.items():
             if type(array) is not kind and library_of(array, name) is not library:
@@ -318,13 +363,15 @@ class Kernel:
         known = tuple(key)
         call = self._bound.get(known)
         if call is None:
-            call = self._prepare(library, stage, arrays, scale)
+            call = self._prepare(library, stage, arrays, scale, block_mask)
             if len(self._bound) >= BOUND_LIMIT:
                 self._bound.clear()
             self._bound[known] = call
         return call
 
-    def _prepare(self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None) -> Call:
+    def _prepare(
+        self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, block_mask: BlockMask | None
+    ) -> Call:
         """Check everything, and bind the programs."""
         problem = check(self.spec, self.layout, library, arrays["q"], arrays["k"], arrays["v"])
         scale = check_scale(scale, self.spec.head_dim)
@@ -336,7 +383,12 @@ class Kernel:
         check_results(self.spec, library, o_shape, lse_shape, arrays)
         auxiliary.check(self.spec, problem, library, arrays)
         call.copied = unreadable(library, self.layout, arrays)
+        if block_mask is not None:
+            block_mask.check(self.spec, problem, library, device)
         if not on_gpu:
+            if block_mask is not None:
+                stages = self._interpreted(call)
+                call.lists = block_mask.requests(stages[1:] if call.backward else stages, problem)
             return call
         assert device is not None
         read = auxiliary.layouts(self.spec, library, arrays)
@@ -349,6 +401,9 @@ class Kernel:
             arch = portable_record(arch)
         spec = replace(self.spec, aligned=aligned)
         made = self.programs(stage, self._for_sizes(spec, arch, problem) if stage == "forward" else spec, arch)
+        if block_mask is not None:
+            call.lists = block_mask.requests([program.stages for program in made], problem)
+            read |= {item.name: block_mask.layout(item) for item in call.lists}
         call.launches = self._launches(stage, made, call, strides | read)
         return call
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from flashgen.attention import parts
 from flashgen.attention.parts import BATCH, BATCHES, HEAD, HEADS, Q_BLOCK, Q_START, SEQLEN_Q
 from flashgen.ir.dtype import F32, I32
-from flashgen.ir.expr import Const, I, Var, ceil_div, load, minimum, select, substitute
+from flashgen.ir.expr import Const, I, Var, ceil_div, minimum, select, substitute
 from flashgen.ir.nodes import (
     Axis,
     Buffer,

@@ -9,13 +9,13 @@ from flashgen.attention import lists
 from flashgen.calculus import affine, derivative, grows, tame
 from flashgen.ir.dtype import F32, I32
 from flashgen.ir.expr import (
+    NEG_INF,
     Binary,
     Cast,
     Const,
     Expr,
     I,
     J,
-    NEG_INF,
     Unary,
     Var,
     by_element,

@@ -29,6 +29,7 @@ def attention(
     scale: float | None,
     mask_aux: Any,
     score_aux: Any,
+    block_mask: Any = None,
 ) -> Any:
     """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own."""
     for name, arrays in (("mask_aux", mask_aux or ()), ("score_aux", score_aux or ())):
@@ -36,7 +37,8 @@ def attention(
             if getattr(array, "requires_grad", False):
                 raise ValueError(f"{name}[{place}] requires grad, and gradients are of q, k and v alone; detach it")
     try:
-        return _Attention.apply(q, k, v, kernel, scale, len(mask_aux or ()), *(mask_aux or ()), *(score_aux or ()))
+        options = (kernel, scale, block_mask, len(mask_aux or ()))
+        return _Attention.apply(q, k, v, *options, *(mask_aux or ()), *(score_aux or ()))
     except NotImplementedError:
         raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
     except RuntimeError:
@@ -64,13 +66,15 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         kernel: Kernel,
         scale: float | None,
+        block_mask: Any,
         masks: int,
         *aux: torch.Tensor,
     ) -> Any:
-        o, lse = kernel.forward(q, k, v, scale=scale, mask_aux=aux[:masks] or None, score_aux=aux[masks:] or None)
+        read = {"mask_aux": aux[:masks] or None, "score_aux": aux[masks:] or None, "block_mask": block_mask}
+        o, lse = kernel.forward(q, k, v, scale=scale, **read)
         ctx.save_for_backward(q, k, v, o, lse, *aux)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.scale, ctx.masks = kernel, scale, masks
+        ctx.kernel, ctx.scale, ctx.block_mask, ctx.masks = kernel, scale, block_mask, masks
         return o, lse
 
     @staticmethod
@@ -78,7 +82,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         q, k, v, o, lse, *aux = ctx.saved_tensors
         read = {"mask_aux": aux[: ctx.masks] or None, "score_aux": aux[ctx.masks :] or None}
+        read |= {"block_mask": ctx.block_mask}
         if dout is None:
             dout = torch.zeros_like(o)
         dq, dk, dv = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, scale=ctx.scale, **read)
-        return dq, dk, dv, None, None, None, *(None for _ in aux)
+        return dq, dk, dv, None, None, None, None, *(None for _ in aux)

@@ -7,7 +7,20 @@ from collections.abc import Callable
 from flashgen.ir import verify
 from flashgen.ir.nodes import Kernel, Level
 from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80
-from flashgen.lower.sm90 import bulk, descriptors, divide, guess, listed, order, overlap, persist, roles, select, stages, waits
+from flashgen.lower.sm90 import (
+    bulk,
+    descriptors,
+    divide,
+    guess,
+    listed,
+    order,
+    overlap,
+    persist,
+    roles,
+    select,
+    stages,
+    waits,
+)
 from flashgen.machine.verify import machine as verify_machine
 from flashgen.plan.plan import Plan
 

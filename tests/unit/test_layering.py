@@ -25,7 +25,7 @@ LAYERS = [
     {"build"},
     {"runtime"},
     {"kernel", "catalog"},
-    {"api"},
+    {"api", "blocks"},
     {"__init__"},
     {"integrations", "bench"},
     {"cli"},
