@@ -67,7 +67,7 @@ def block_mask(
     for name, array in arrays.items():
         if library_of(array, name) is not library:
             raise TypeError(
-                f"{auxiliary.shown(name)} is not of {library.name} as the first is; convert all to one library"
+                f"{auxiliary.shown(name)} is not of {library.name} as the first is; convert all arrays to one library"
             )
     auxiliary.check_arrays(spec, library, library.device(first), arrays, 0 not in sizes.values())
     rows, columns = (-(-sizes[name] // block_size) for name in ("seqlen_q", "seqlen_k"))

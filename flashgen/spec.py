@@ -53,7 +53,7 @@ class Spec:
         one. Every kernel is right for every length.
     mask: which keys a query sees, among those that `causal` shows it; None for all of them.
     score: what takes the place of each scaled score; None for the score itself.
-    listed: loops over blocks walk lists that a call brings (flashgen.block_mask), in place of all blocks between limits.
+    listed: loops over blocks walk lists that a call brings (flashgen.block_mask), not all blocks between limits.
     """
 
     head_dim: int = 128

@@ -186,7 +186,7 @@ def _stage(step: Expr, stages: int) -> Expr:
 
 
 def _at_step(loop: For, group: Group, at: Expr) -> tuple[Body, Body]:
-    """The copies of another step, with the loop's Lets written out since they belong to this one, and what these load."""
+    """The copies of another step, with the loop's Lets written out as they belong to this one, and what these load."""
     needed, values = lets_at(loop, at, "next") if at != Var(loop.axis) else ((), {})
     copies = (substitute_stmt(copy, values) for copy in group.copies)
     stage = _stage(at, group.stages)

@@ -1,4 +1,4 @@
-"""The plan of the kernel that counts the visible elements of blocks: one tile suits every chip, as it only evaluates."""
+"""The plan of the kernel that counts the visible elements of blocks: one tile for every chip, as it only evaluates."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class BlockMask:
         return f"<flashgen block mask of {sizes}, blocks of {self.block_size}>"
 
     def density(self) -> float:
-        """The part of the blocks that is not skipped, from 0 to 1; waits for the device. 0 where there are no blocks."""
+        """The part of the blocks that is not skipped, from 0 to 1, and 0 where there are none; waits for the device."""
         return float((self._visible > 0).sum()) / max(math.prod(self._visible.shape), 1)
 
     def shape(self, request: Request) -> tuple[int, int, int, int]:
@@ -98,8 +98,8 @@ class BlockMask:
         """ValueError for lists of another mask, other sizes or another device than those of a call."""
         if (self.causal, self.mask) != (spec.causal, spec.mask):
             raise ValueError(
-                f"block_mask is of {_masks(self)} but this kernel has {_masks(spec)}; make it with the causal, window and "
-                "mask_mod of the kernel, and arrays of the same types"
+                f"block_mask is of {_masks(self)} but this kernel has {_masks(spec)}; make it with the causal, window "
+                "and mask_mod of the kernel, and arrays of the same types"
             )
         for name in ("seqlen_q", "seqlen_k"):
             if getattr(self, name) != getattr(problem, name):
@@ -111,7 +111,7 @@ class BlockMask:
                 raise ValueError(f"block_mask is made for {name} = {found} but the call has {size}; make one for that")
         if problem.batch > launch.MAX_BLOCKS and self.batch > 1:
             raise ValueError(
-                f"batch = {problem.batch} exceeds {launch.MAX_BLOCKS}, and lists are counted within one launch; split it"
+                f"batch = {problem.batch} exceeds {launch.MAX_BLOCKS}, and lists are counted within a launch; split it"
             )
         if self.library is not library or self.device != device:
             raise ValueError("block_mask lies in another library or on another device than q; make it there")
@@ -179,7 +179,7 @@ class BlockMask:
         return ordered.reshape(*ordered.shape[:3], group * rows)
 
     def _tiles(self, request: Request) -> tuple[Any, Any]:
-        """Of each tile, whether anything of it is seen, and whether all of it is, as truth values and numbers 0 or 1."""
+        """Of each tile, whether anything of it is seen, a truth value, and whether all of it is, a number 0 or 1."""
         seen, full = self._visible > 0, self._visible == self.block_size**2
         counted = [1]
         inside = []
