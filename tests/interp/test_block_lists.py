@@ -77,6 +77,17 @@ def test_hoppers_forward(mask, causal, packed):
     equals_tile(spec, problem, kernel, chosen)
 
 
+@pytest.mark.parametrize("mask", ["document", "nothing"])
+def test_hoppers_forward_where_o_leaves_over_v(mask):
+    """The first step of a tile is loaded apart from the others, as it waits for the O of the last tile."""
+    spec = listed(True, mask, (256, 256))
+    kernel, chosen = lowered(spec, warpgroups=2, block_kv=64)
+    assert chosen.covered_by_output
+    problem = Problem(spec, 1, 2, 1, 200, 200)
+    add_lists(problem, chosen.sizes)
+    equals_tile(spec, problem, kernel, chosen, seeds=(0,))
+
+
 @pytest.mark.parametrize("mask", ["document", "lengths", "nothing"])
 @pytest.mark.parametrize(("dims", "group"), [(64, 2), (128, 1), (192, 2)])
 def test_hoppers_backward(mask, dims, group):
@@ -117,7 +128,9 @@ def test_lists_of_tiles_that_do_not_match_blocks_leave_nothing_out(tiles):
     for request in (Request("kv_list", *tiles, 1), Request("q_list", *tiles, 2)):
         for row, exact in zip(entries(found.list_for(request, None)), expected(shown, request), strict=True):
             assert {place for place, _ in exact} <= {place for place, _ in row}
-            assert {place for place, partial in row if not partial} <= {place for place, partial in exact if not partial}
+            assert {place for place, partial in row if not partial} <= {
+                place for place, partial in exact if not partial
+            }
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
