@@ -8,6 +8,7 @@ kernel = flashgen.compile(head_dim=128, causal=True); print(kernel.explain()); o
 import flashgen.attention  # noqa: F401 # isort: skip
 from flashgen import masks, scores
 from flashgen.api import Kernel, VarlenKernel, attention, compile, varlen_attention
+from flashgen.blocks import block_mask
 from flashgen.runtime.dropping import mask as dropout_mask
 from flashgen.spec import Spec
 from flashgen.trace.functions import (
@@ -35,6 +36,7 @@ __all__ = [
     "VarlenKernel",
     "abs",
     "attention",
+    "block_mask",
     "compile",
     "cos",
     "dropout_mask",

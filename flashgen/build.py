@@ -9,12 +9,14 @@ from functools import cache
 
 from flashgen import debug, lower
 from flashgen.attention import backward as backward_nests
+from flashgen.attention import blocks as blocks_nest
 from flashgen.attention import forward as forward_nest
 from flashgen.attention import sinks as sink_nests
 from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.printer import kernel_text
+from flashgen.plan import blocks as blocks_plan
 from flashgen.plan import packing, planner, sm90_backward, tuned
 from flashgen.plan.arch import TOY, Arch, check_real, portable_record
 from flashgen.plan.plan import Plan
@@ -180,6 +182,15 @@ def _of_sinks(spec: Spec, arch: Arch) -> Iterator[Stages]:
     for make in (sink_nests.partial_sums, sink_nests.gradient) if spec.sinks else ():
         kernel = make(spec)
         yield _finish(kernel, planner.plan_sums(kernel, spec, arch), spec)
+
+
+@cache
+def block_counts(spec: Spec, arch: Arch, block_size: int) -> Stages:
+    """The kernel that counts what the masks of a spec show of each block; no other part of the spec counts."""
+    spec = Spec(causal=spec.causal, mask=spec.mask)
+    kernel = blocks_nest.blocks(spec)
+    portable = portable_record(arch) if arch.portable else arch
+    return _finish(kernel, blocks_plan.plan(kernel.name, portable, block_size), spec)
 
 
 def everything(spec: Spec, arch: Arch) -> dict[str, Stages]:

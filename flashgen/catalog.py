@@ -7,7 +7,7 @@ other chips are not kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen import build, masks, scores, variants
@@ -44,8 +44,10 @@ SPECS = (
     with_functions(False, window=(1024, 0)),
     with_functions(True, mask_mod=masks.document),
     Spec(128, 128, BF16, causal=True, varlen=True),  # packed sequences
+    replace(with_functions(True, mask_mod=masks.document), listed=True),  # walks the lists of flashgen.block_mask
 )
 
+BLOCK_SIZE = 64  # of the kernel that counts for lists, by default
 SHOWN = ARCHES["sm_80"]  # the chip whose text is kept
 HOPPER = ARCHES["sm_90a"]  # whose text is kept for the kernels of its own family
 COMPILED = tuple(ARCHES[name] for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_120"))
@@ -60,6 +62,8 @@ def files(spec: Spec) -> dict[str, str]:
     """The files that generated/ holds for a spec: path below generated/ -> text."""
     texts = {}
     made = (*build.everything(spec, SHOWN).values(), *build.everything(spec, HOPPER).values())
+    if spec.listed:
+        made += (build.block_counts(spec, SHOWN, BLOCK_SIZE),)
     if forward_only(spec):
         made = build.forward(spec, HOPPER)
     for stages in (item for item in made if item.plan.arch in (SHOWN, HOPPER)):

@@ -21,6 +21,7 @@ from flashgen.spec import Spec, parse_integer
 if TYPE_CHECKING:  # the compiler is imported when there is something to compile: it is most of the import time
     from flashgen import build
     from flashgen.plan.plan import Plan
+    from flashgen.runtime.blocks import BlockMask
 
 Aux = tuple[Any, ...] | list[Any] | None
 
@@ -34,6 +35,7 @@ class Given(TypedDict, total=False):
     dropout_p: float | None
     dropout_seed: int | None
     dropout_offset: int
+    block_mask: BlockMask | None
 
 
 @cache
@@ -59,6 +61,13 @@ def untraced(call: Callable) -> Callable:
 def _torch_ops() -> Any:
     """The autograd functions, imported once torch's tensors are seen."""
     return importlib.import_module("flashgen.integrations.torch_ops")
+
+
+def check_block_mask(block_mask: Any) -> None:
+    """TypeError for what is none."""
+    if not isinstance(getattr(block_mask, "signature", None), tuple):
+        kind = type(block_mask).__name__
+        raise TypeError(f"block_mask is of type {kind}; give what flashgen.block_mask returned, or None")
 
 
 @cache
@@ -170,6 +179,7 @@ class Kernel(Runner):
         dropout_p: float | None = None,
         dropout_seed: int | None = None,
         dropout_offset: int = 0,
+        block_mask: BlockMask | None = None,
     ) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
 
@@ -180,9 +190,11 @@ class Kernel(Runner):
         dropout_p, dropout_seed, dropout_offset: of a kernel compiled with dropout. The part of the probabilities that
         is dropped, from 0 up to but not 1 (0 is the kernel without dropout); 64 bits and 32 bits that choose which:
         `flashgen.dropout_mask` shows them. The gradients are those of the same choice.
+        block_mask: from `flashgen.block_mask`, of this kernel's masks: blocks that it skips are not visited.
         """
         given: Given = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
         given |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
+        given["block_mask"] = block_mask
         if traced_by_torch():
             return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **given)
         kernel, read, options = self.resolve(**given)
@@ -236,29 +248,34 @@ class Kernel(Runner):
         dropout_p: float | None = None,
         dropout_seed: int | None = None,
         dropout_offset: int = 0,
+        block_mask: BlockMask | None = None,
     ) -> tuple[Kernel, dict[str, Any], Options]:
         """What runs a call that brings these: the kernel for their types, the arrays by their names in it, the rest.
 
         One object for each spec. Where nothing is dropped it is one without dropout.
         """
-        if not self._reads and mask_aux is score_aux is sinks is dropout_p is dropout_seed is None:
+        if not self._reads and mask_aux is score_aux is sinks is dropout_p is dropout_seed is block_mask is None:
             return self, {}, PLAIN
         arrays = auxiliary.named(self.spec, mask_aux, score_aux)
         of_sinks = sink_arrays.dtype(self.spec, sinks)
         arrays |= {} if sinks is None else {"sinks": sinks}
         drop = dropping.asked(self.spec, dropout_p, dropout_seed, dropout_offset)
         types = auxiliary.dtypes("mask_aux", mask_aux), auxiliary.dtypes("score_aux", score_aux)
-        return self._of((*types, of_sinks, drop is not None)), arrays, PLAIN if drop is None else Options(drop)
+        if block_mask is not None:
+            check_block_mask(block_mask)
+        kernel = self._of((*types, of_sinks, drop is not None, block_mask is not None))
+        return kernel, arrays, Options(drop, block_mask)
 
-    def _of(self, types: tuple[Any, Any, Any, bool]) -> Kernel:
-        """The kernel for arrays of mask and score functions and sinks of these types, with or without dropout."""
-        *functions, sinks, drops = types
-        if self._retrace is None and (sinks, drops) == (self.spec.sinks, self.spec.dropout):
+    def _of(self, types: tuple[Any, Any, Any, bool, bool]) -> Kernel:
+        """The kernel for arrays of mask and score functions and sinks of these types, with or without dropout and
+        lists of blocks."""
+        *functions, sinks, drops, listed = types
+        if self._retrace is None and (sinks, drops, listed) == (self.spec.sinks, self.spec.dropout, self.spec.listed):
             return self
         kernel = self._of_types.get(types)
         if kernel is None:
             spec = auxiliary.concrete(self.spec, self._retrace, tuple(functions)) if self._retrace else self.spec
-            spec = replace(spec, sinks=sinks, dropout=drops)
+            spec = replace(spec, sinks=sinks, dropout=drops, listed=listed)
             kind: Any = type(self)
             kernel = kernel_for(spec, self.arch, self.layout, self.target, self._pinned, kind)
             self._of_types[types] = kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from flashgen.spec import Spec
 
 if TYPE_CHECKING:  # the compiler is imported when there is something to compile: it is most of the import time
     from flashgen import build
+    from flashgen.runtime.blocks import BlockMask
     from flashgen.runtime.program import Bound, Program
 
 log = logging.getLogger("flashgen")
@@ -38,10 +40,12 @@ BOUND_LIMIT = 4096
 class Options:
     """What a call brings that is no array.
 
-    drop: its dropout. queries: about how many queries a sequence has, where the shapes do not say it.
+    drop: its dropout. block_mask: which blocks are visited. queries: about how many queries a sequence has, where the
+    shapes do not say it.
     """
 
     drop: dropping.Drop | None = None
+    block_mask: BlockMask | None = None
     queries: int | None = None
 
 
@@ -84,6 +88,8 @@ class Runner:
         q = arrays["q"]
         library = library_of(q)
         call = self._bind(library, "forward", arrays, scale, options)
+        if options.block_mask is not None:
+            arrays = arrays | options.block_mask.lists(call)
         o = library.empty(call.o_shape, q)
         lse = library.empty(call.lse_shape, q, float32=True)
         if call.launches is None:
@@ -105,6 +111,8 @@ class Runner:
         library = library_of(q)
         call = self._bind(library, "backward", arrays, scale, options)
         arrays = arrays | {name: library.contiguous(arrays[name]) for name in call.copied}
+        if options.block_mask is not None:
+            arrays |= options.block_mask.lists(call)
         if "dlse" not in arrays:
             arrays["dlse"] = library.zeros(call.lse_shape, q)
         for name in "qkv":
@@ -139,6 +147,8 @@ class Runner:
         """The checked and bound call for arrays of these shapes, strides and alignment."""
         check_scale(scale, self.spec.head_dim)
         key: list[Any] = [stage, scale, library.name, options.queries]
+        if options.block_mask is not None:
+            key.append(options.block_mask.signature)
         kind = type(arrays["q"])  # of which the library is known
         for name, array in arrays.items():
             if type(array) is not kind and library_of(array, name) is not library:
@@ -172,7 +182,10 @@ class Runner:
         sink_arrays.check(problem, library, arrays)
         dropping.check(self.spec, problem)
         call.copied = unreadable(library, self.layout, arrays)
+        if options.block_mask is not None:
+            options.block_mask.check(self.spec, problem, library, device)
         if not on_gpu:
+            self._take_lists(call, self._interpreted(call)[int(call.backward) :], options)
             return call
         assert device is not None
         read = auxiliary.layouts(self._read(), library, arrays)
@@ -186,8 +199,16 @@ class Runner:
         spec = replace(self.spec, aligned=aligned)
         queries = problem.seqlen_q if options.queries is None else options.queries
         made = self.programs(stage, self._for_sizes(spec, arch, problem, queries) if stage == "forward" else spec, arch)
+        read |= self._take_lists(call, [program.stages for program in made], options)
         call.launches = self._launches(stage, made, call, strides | read)
         return call
+
+    def _take_lists(self, call: Call, made: Iterable[build.Stages], options: Options) -> dict[str, tuple[int, ...]]:
+        """Note which lists of blocks these kernels walk; how each of them lies."""
+        if options.block_mask is None:
+            return {}
+        call.lists = options.block_mask.requests(made, call.problem)
+        return {item.name: options.block_mask.layout(item) for item in call.lists}
 
     def _problem(self, library: Library, arrays: dict[str, Any]) -> Problem:
         """The checked sizes of a call."""

@@ -57,6 +57,7 @@ class Spec:
     used: of each sequence of keys only the first seqused_k[b] are used.
     dropout: probabilities are dropped at random; with which probability, and from which seed, is said by each call.
     sinks: the type of the array with a logit for each head that takes part in the denominators; None without.
+    listed: loops over blocks walk lists that a call brings (flashgen.block_mask), not all blocks between limits.
     """
 
     head_dim: int = 128
@@ -73,6 +74,7 @@ class Spec:
     used: bool = False
     sinks: DType | None = None
     dropout: bool = False
+    listed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -106,6 +108,7 @@ class Spec:
         flags += [] if self.aligned else ["unaligned"]
         flags += [f"packed{self.packed}"] if self.packed > 1 else []
         flags += [self.length] if self.length else []
+        flags += ["listed"] if self.listed else []
         return "_".join([dims, self.dtype.cuda, *flags])
 
 

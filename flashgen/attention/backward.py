@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-from flashgen.attention import dropout, parts
+from flashgen.attention import dropout, lists, parts
 from flashgen.attention.parts import (
     BATCHES,
     BLOCK_KV,
@@ -114,7 +114,6 @@ def delta(spec: Spec) -> Kernel:
 @of_sequences
 def backward(spec: Spec) -> Kernel:
     """dK and dV of a block of keys, and its share of dQ unless the spec is deterministic."""
-    steps = For("q_block", Const(0), ceil_div(SEQLEN_Q, BLOCK_Q), _step(spec))
     return Kernel(
         name="attention_backward",
         level=Level.TILE,
@@ -131,7 +130,7 @@ def backward(spec: Spec) -> Kernel:
             Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
             Fill("dk_acc", Const(0.0)),
             Fill("dv_acc", Const(0.0)),
-            For("head_in_group", Const(0), GROUP, (steps,)),
+            *_steps(spec),
             Map("dk_out", Cast(spec.dtype, load("dk_acc", I, J) * SCALE)),
             Map("dv_out", Cast(spec.dtype, load("dv_acc", I, J) * (dropout.KEEP_SCALE if spec.dropout else 1))),
             Copy("dk_tile", "dk_out"),
@@ -172,24 +171,31 @@ def _backward_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.register("dv_out", "block_kv", "head_dim_v", dtype=half),
         *(() if spec.deterministic else dq),
         *parts.arrays(spec),
+        *((lists.QUERIES,) if spec.listed else ()),
     )
+
+
+def _steps(spec: Spec) -> tuple[Stmt, ...]:
+    """The blocks of queries of each head of the group: all of them, or those that are listed for the block of keys."""
+    if spec.listed:
+        return lists.over_queries(_step(spec))
+    place = (Let("head", HEAD_KV * GROUP + Var("head_in_group")), Let("q_start", Q_BLOCK * BLOCK_Q))
+    blocks = For("q_block", Const(0), ceil_div(SEQLEN_Q, BLOCK_Q), (*place, *_step(spec)))
+    return (For("head_in_group", Const(0), GROUP, (blocks,)),)
 
 
 def _step(spec: Spec) -> tuple[Stmt, ...]:
     """One block of queries of one head."""
     head: Expr = Var("head")
-    visible = parts.visible(spec, transposed=True, queries=not parts.stays_finite(spec))
     weighted = _weighted(spec, transposed=True)
     return (
-        Let("head", HEAD_KV * GROUP + Var("head_in_group")),
-        Let("q_start", Q_BLOCK * BLOCK_Q),
         Copy("q_tile", parts.rows_of("q", head, Q_START)),
         Copy("lse_tile", parts.rows_of("lse_log2", head, Q_START)),
         Copy("dout_tile", parts.rows_of("dout", head, Q_START)),
         Copy("delta_tile", parts.rows_of("delta", head, Q_START)),
         Gemm("s", "k_tile", "q_tile", transpose_b=True, note="keys are rows: s is the transpose of Q K^T"),
         *_scored(spec, transposed=True),
-        Map("s", select(visible, load("s", I, J), NEG_INF), note="mask"),
+        parts.masked(spec, transposed=True, queries=not parts.stays_finite(spec)),
         Map("p", exp2(load("s", I, J) * parts.exponent(spec) - load("lse_tile", J))),
         *dropout.marked(spec),
         Gemm("dp", "v_tile", "dout_tile", transpose_b=True),
@@ -287,7 +293,7 @@ def backward_dq(spec: Spec) -> Kernel:
             Copy("lse_row", Window("lse_log2", (Var("batch"), HEAD, Q_START))),
             Copy("delta_row", Window("delta", (Var("batch"), HEAD, Q_START))),
             Fill("dq_acc", Const(0.0)),
-            For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), _dq_only_step(spec)),
+            *_dq_steps(spec),
             *_store_dq(spec),
         ),
     )
@@ -314,18 +320,26 @@ def _backward_dq_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.register("dq_acc", "block_q", "head_dim"),
         parts.register("dq_out", "block_q", "head_dim", dtype=spec.dtype),
         *parts.arrays(spec),
+        *((lists.KEYS,) if spec.listed else ()),
     )
+
+
+def _dq_steps(spec: Spec) -> tuple[Stmt, ...]:
+    """The blocks of keys, as in the forward."""
+    if spec.listed:
+        return lists.over_keys(HEAD, _dq_only_step(spec))
+    start = Let("kv_start", KV_BLOCK * BLOCK_KV)
+    return (For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), (start, *_dq_only_step(spec))),)
 
 
 def _dq_only_step(spec: Spec) -> tuple[Stmt, ...]:
     """One block of keys."""
     return (
-        Let("kv_start", KV_BLOCK * BLOCK_KV),
         Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
         Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
         Gemm("s", "q_tile", "k_tile", transpose_b=True),
         *_scored(spec),
-        Map("s", select(parts.visible(spec), load("s", I, J), NEG_INF), note="mask"),
+        parts.masked(spec),
         Map("p", exp2(load("s", I, J) * parts.exponent(spec) - load("lse_row", I))),
         Gemm("dp", "dout_tile", "v_tile", transpose_b=True),
         *_weighted(spec),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from flashgen.attention import dropout, parts, sinks
+from flashgen.attention import dropout, lists, parts, sinks
 from flashgen.attention.parts import (
     BATCHES,
     BLOCK_KV,
@@ -63,7 +63,7 @@ def forward(spec: Spec) -> Kernel:
             Fill("row_max", NEG_INF),
             Fill("row_sum", Const(0.0)),
             Fill("offset", Const(0.0)),
-            For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), _step(spec)),
+            *_steps(spec),
             *_epilogue(spec),
         ),
     )
@@ -97,7 +97,16 @@ def _buffers(spec: Spec) -> tuple[Buffer, ...]:
         *(sinks.registers() if spec.sinks else ()),
         *parts.arrays(spec),
         *parts.sinks(spec),
+        *((lists.KEYS,) if spec.listed else ()),
     )
+
+
+def _steps(spec: Spec) -> tuple[Stmt, ...]:
+    """The blocks of keys: all of them, or those that are listed for the queries of the tile."""
+    if spec.listed:
+        return lists.over_keys(HEAD // spec.packed, _step(spec))
+    start = Let("kv_start", KV_BLOCK * BLOCK_KV)
+    return (For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), (start, *_step(spec))),)
 
 
 def _step(spec: Spec) -> tuple[Stmt, ...]:
@@ -105,12 +114,11 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
     factor = parts.exponent(spec)
     scored = () if spec.score is None else (Map("s", parts.scored(spec), note=spec.score.name),)
     return (
-        Let("kv_start", KV_BLOCK * BLOCK_KV),
         Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
         Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
         Gemm("s", "q_tile", "k_tile", transpose_b=True),
         *scored,
-        Map("s", select(parts.visible(spec), load("s", I, J), NEG_INF), note="mask"),
+        parts.masked(spec),
         Map("row_max_old", load("row_max", I)),
         RowReduce("row_max", "max", "s"),
         Map(

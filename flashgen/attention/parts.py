@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 from flashgen import masks, trace
+from flashgen.attention import lists
 from flashgen.calculus import affine, derivative, grows, tame
 from flashgen.ir.dtype import F32, I32
 from flashgen.ir.expr import (
+    NEG_INF,
     Binary,
     Cast,
     Const,
@@ -23,7 +25,7 @@ from flashgen.ir.expr import (
     substitute,
     variables,
 )
-from flashgen.ir.nodes import Axis, Buffer, Scalar, Space, Window
+from flashgen.ir.nodes import Axis, Buffer, Map, Scalar, Space, Stmt, Window
 from flashgen.spec import Spec
 
 BATCH, HEAD, HEAD_KV, HEAD_BLOCK = Var("batch"), Var("head"), Var("head_kv"), Var("head_block")
@@ -91,6 +93,12 @@ def head_axis(spec: Spec) -> Axis:
     return Axis("head", HEADS) if spec.packed == 1 else Axis(HEAD_BLOCK.name, HEADS // spec.packed)
 
 
+def masked(spec: Spec, transposed: bool = False, queries: bool = False) -> Stmt:
+    """The scores of hidden elements become -inf; of a listed block only where its entry says that there are some."""
+    expr = select(visible(spec, transposed, queries), load("s", I, J), NEG_INF)
+    return lists.masked(expr) if spec.listed else Map("s", expr, note="mask")
+
+
 CAUSAL = trace.mask(masks.causal)
 ELEMENTS = {"score", "q_idx", "kv_idx"}  # what differs from element to element, of the arguments of a function
 
@@ -129,8 +137,8 @@ def arguments_of(spec: Spec, transposed: bool) -> dict[str, Expr]:
 
 
 def longest_first(spec: Spec) -> bool:
-    """True where later blocks of queries see more keys."""
-    return grows(substitute(visible(spec), {"kv_start": KV_BLOCK * BLOCK_KV}), "kv_block", Q_START.name)
+    """True where later blocks of queries see more keys. Lists may have any length: blocks then ask for their tiles."""
+    return spec.listed or grows(substitute(visible(spec), {"kv_start": KV_BLOCK * BLOCK_KV}), "kv_block", Q_START.name)
 
 
 def exponent(spec: Spec) -> Expr:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from functools import cached_property
 
-from flashgen.emit.cexpr import c_text
+from flashgen.emit.cexpr import c_text, no_element
 from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Random, Var, children, rebuild, walk
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
 from flashgen.ir.visit import statements
@@ -89,11 +89,13 @@ class Names:
         return buffer.space is Space.SHARED and self.plan.placement(buffer.name).swizzled
 
     def uniform(self, expr: Expr) -> str:
-        return c_text(expr, self.variable, self._uniform_load)
+        return c_text(expr, self.variable, self._uniform_element)
 
-    def _uniform_load(self, load: Load) -> str:
-        """An element of a global array that is the same for all threads."""
-        return f"args.{load.buffer}.at({', '.join(map(self.uniform, load.index))})"
+    def _uniform_element(self, load: Load) -> str:
+        """A number that is the same for all threads, from an array that is read by element."""
+        if not self.kernel.buffer(load.buffer).by_element:
+            return no_element(load)
+        return f"args.{load.buffer}.at({', '.join(self.uniform(part) for part in load.index)})"
 
     def place(self, place: Place) -> str:
         """Registers by name, a stage of shared memory by address, a window by the address of its first element."""
@@ -179,7 +181,7 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
         return view | {"stays_rolled": any(isinstance(inner, sm90.TmaLoad) for inner in stmt.body)}
     if isinstance(stmt, If):
         return view | {"condition": names.uniform(stmt.condition)}
-    if isinstance(stmt, Let | base.Counter | base.Assign):
+    if isinstance(stmt, Let | base.Counter | base.Assign | sm90.Broadcast):
         return view | {"name": stmt.name, "value": names.uniform(stmt.value)}
     if isinstance(stmt, base.WhileLoop):
         return view | {"condition": names.uniform(stmt.condition)}

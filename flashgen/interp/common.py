@@ -89,7 +89,8 @@ class Uniform:
     def load(self, expr: Load) -> Value:
         if expr.buffer not in self.arrays:
             raise TypeError(f"{text(expr)} is not uniform")
-        return gather(self.arrays[expr.buffer], [evaluate(part, self) for part in expr.index]).item()
+        found = gather(self.arrays[expr.buffer], [evaluate(part, self) for part in expr.index])
+        return found if found.ndim else found.item()
 
     def array(self, name: str) -> np.ndarray:
         return self.arrays[name]

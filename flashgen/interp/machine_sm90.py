@@ -19,7 +19,7 @@ from flashgen.interp.warps import Block, Meaning, Steps, Waiting, Warp
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Stmt, Tile, name_of
 from flashgen.machine import sm90
-from flashgen.machine.base import AddFragment, StoreFragment
+from flashgen.machine.base import AddFragment, Counter, MapFragment, StoreFragment
 from flashgen.machine.sm90 import WARPGROUP_ROWS
 
 
@@ -224,6 +224,8 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.WaitTurn: _wait_turn,
     sm90.PassTurn: _pass_turn,
     sm90.Describe: _describe,
+    sm90.Broadcast: BASE[Counter],
+    sm90.MapColumns: _guarded(BASE[MapFragment]),
     sm90.IfAnyLarge: _if_any_large,
     sm90.Rescore: _guarded(_rescore),
     sm90.FenceStores: _fence_stores,

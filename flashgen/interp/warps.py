@@ -39,7 +39,8 @@ Steps = Generator[Waiting | None, None, None]
 class Warp:
     """One warp: its uniform values, its part of each register buffer, and its asynchronous copies.
 
-    registers: a tile's part is [rows, columns]; a row vector's is [rows, 4], for the four lanes that hold a row.
+    arrays: those that are read by element. registers: a tile's part is [rows, columns]; a row vector's is [rows, 4],
+    for the four lanes that hold a row.
     """
 
     index: int

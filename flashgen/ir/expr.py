@@ -274,6 +274,11 @@ def by_element(expr: Expr) -> bool:
     return any(node in (I, J) for node in walk(expr))
 
 
+def loads(expr: Expr) -> bool:
+    """True for what is read from a buffer."""
+    return any(isinstance(node, Load) for node in walk(expr))
+
+
 def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """The same expression with `change` applied to each direct sub-expression."""
     if isinstance(expr, Binary):

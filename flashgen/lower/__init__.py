@@ -7,7 +7,20 @@ from collections.abc import Callable
 from flashgen.ir import verify
 from flashgen.ir.nodes import Kernel, Level
 from flashgen.lower import barriers, loops, masks, operands, pipeline, random, reduction, sm80
-from flashgen.lower.sm90 import bulk, descriptors, divide, guess, order, overlap, persist, roles, select, stages, waits
+from flashgen.lower.sm90 import (
+    bulk,
+    descriptors,
+    divide,
+    guess,
+    listed,
+    order,
+    overlap,
+    persist,
+    roles,
+    select,
+    stages,
+    waits,
+)
 from flashgen.machine.verify import machine as verify_machine
 from flashgen.plan.plan import Plan
 
@@ -52,6 +65,7 @@ SM90_PASSES: tuple[Pass, ...] = (
     waits.keep_in_cache,
     persist.settle_lengths,
     descriptors.describe,
+    listed.read_lists,
 )
 FAMILIES: dict[str, tuple[Pass, ...]] = {"sm80": SM80_PASSES, "sm90": SM90_PASSES}
 

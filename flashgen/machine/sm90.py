@@ -266,6 +266,31 @@ class Describe(Sm90Stmt):
 
 
 @dataclass(frozen=True)
+class Broadcast(Sm90Stmt):
+    """A uniform integer that is loaded from memory, by one lane of each warp as far as the compiler knows."""
+
+    name: str
+    value: Expr
+    NAME = "broadcast"
+    NEEDS = "every lane of the warp is there"
+
+    def assigns(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+@dataclass(frozen=True)
+class MapColumns(Sm90Stmt):
+    """dst[i, j] = expr(i, j), column by column: elements are loaded from memory for so many columns at a time."""
+
+    dst: str
+    expr: Expr
+    columns: int
+    NAME = "map_columns"
+    NEEDS = "dst is in no product in flight"
+    WRITES = ("dst",)
+
+
+@dataclass(frozen=True)
 class IfAnyLarge(Sm90Stmt):
     """The body, where an element of src in this warp is 2 or more, or no number: a bit of its exponent says so."""
 

@@ -6,9 +6,24 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Random, Unary, by_element, variables, walk
+from flashgen.ir.expr import (
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Expr,
+    I,
+    J,
+    Load,
+    Random,
+    Unary,
+    by_element,
+    loads,
+    variables,
+    walk,
+)
 from flashgen.ir.graph import live_intervals, remembered
-from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Map, Space, Stmt, Window, name_of
+from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Let, Map, Space, Stmt, Window, name_of
 from flashgen.ir.visit import statements
 from flashgen.plan.arch import Arch
 
@@ -155,6 +170,11 @@ def _loads(kernel: Kernel) -> list[set[str]]:
         inner = {node for load in loads for index in load.index for node in walk(index)}  # become addresses at once
         found += [variables(load) & {I.name, J.name} for load in loads - inner]
     return found
+
+
+def listed(kernel: Kernel) -> bool:
+    """True where loops walk lists of blocks."""
+    return any(isinstance(stmt, Let) and loads(stmt.value) for stmt in kernel.body)
 
 
 def loaded_values(kernel: Kernel, sizes: Sizes, layout: tuple[int, int]) -> int:

@@ -31,6 +31,8 @@ OVERHEAD_REGISTERS = 30
 # computes one of them for all elements before the next, which takes another tile.
 FUNCTION_REGISTERS = 8
 MANY_FUNCTIONS = 4
+# Beside what functions load, where heads share a tile and lists of blocks are walked: counted on compiled kernels.
+LISTED_REGISTERS = 8
 BLOCKS_KV = (64, 80, 96, 112, 128, 144, 160, 176, 192)
 # Clocks of a step that no other warpgroup's work covers (fitted on an H200).
 STEP_LATENCY = 300
@@ -161,7 +163,8 @@ def _function_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     if functions >= MANY_FUNCTIONS:
         return sizes["block_kv"] // 2
     least = FUNCTION_REGISTERS if more or cost.loaded_values(kernel, sizes, (1, 1)) else 0
-    return max(least, cost.function_registers(kernel, sizes, (sizes["block_q"] // 16, 1)))
+    beside = LISTED_REGISTERS if cost.listed(kernel) and heads_in_tile(kernel) > 1 else 0
+    return beside + max(least, cost.function_registers(kernel, sizes, (sizes["block_q"] // 16, 1)))
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:

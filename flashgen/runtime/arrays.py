@@ -54,6 +54,20 @@ class Library:
         module = self.module()
         return module.zeros(shape, dtype=module.float32)
 
+    def arange(self, count: int, like: Any) -> Any:
+        """0, 1, 2 ... as 64-bit integers, on the device of another array."""
+        return self.module().arange(count)
+
+    def int32(self, array: Any) -> Any:
+        return array.astype(self.module().int32)
+
+    def at_most(self, array: Any, limit: int) -> Any:
+        return self.module().minimum(array, limit)
+
+    def sorted(self, array: Any) -> Any:
+        """In ascending order along the last axis."""
+        return self.module().sort(array, -1)
+
     def contiguous(self, array: Any) -> Any:
         return self.module().ascontiguousarray(array)
 
@@ -118,6 +132,18 @@ class _Torch(Library):
 
     def zeros(self, shape: Shape, like: Any) -> Any:
         return like.new_zeros(shape, dtype=self.module().float32)
+
+    def arange(self, count: int, like: Any) -> Any:
+        return self.module().arange(count, device=like.device)
+
+    def int32(self, array: Any) -> Any:
+        return array.int()
+
+    def at_most(self, array: Any, limit: int) -> Any:
+        return array.clamp(max=limit)
+
+    def sorted(self, array: Any) -> Any:
+        return array.sort(-1).values
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()

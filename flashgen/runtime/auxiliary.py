@@ -7,7 +7,7 @@ from typing import Any
 
 from flashgen.ir.dtype import DType
 from flashgen.ir.expr import variables
-from flashgen.runtime.arguments import Problem, check_device, shown
+from flashgen.runtime.arguments import Problem, shown
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.runtime.launch import MAX_BLOCKS
 from flashgen.spec import Spec
@@ -60,6 +60,18 @@ def concrete(assumed: Spec, retrace: Retrace, types: Types) -> Spec:
 def check(spec: Spec, problem: Problem, library: Library, arrays: Mapping[str, Any]) -> None:
     """ValueError for an array of the wrong rank, on another device than q, or without elements that a call needs."""
     sizes = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    check_arrays(spec, library, library.device(arrays["q"]), arrays, 0 not in sizes)
+    functions = [function for function in (spec.mask, spec.score) if function and "b" in variables(function.expr)]
+    if functions and problem.batch > MAX_BLOCKS:
+        raise ValueError(
+            f"batch = {problem.batch} exceeds {MAX_BLOCKS}, and b is counted within one launch; split the batch"
+        )
+
+
+def check_arrays(
+    spec: Spec, library: Library, device: int | None, arrays: Mapping[str, Any], has_elements: bool
+) -> None:
+    """The same for sizes that are not known yet; has_elements: there is one to evaluate the functions for."""
     for item in spec.arrays:
         array, name = arrays[item.name], shown(item.name)
         if library.dtype_name(array) != item.dtype.name:
@@ -68,14 +80,10 @@ def check(spec: Spec, problem: Problem, library: Library, arrays: Mapping[str, A
             )
         if len(array.shape) != item.rank:
             raise ValueError(f"{name} has {len(array.shape)} dimensions but is indexed by {item.rank}; reshape it")
-        check_device(item.name, library, arrays)
-        if 0 in array.shape and 0 not in sizes:
+        if library.device(array) != device:
+            raise ValueError(f"{name} is on another device than q; move it to that of q, k and v")
+        if 0 in array.shape and has_elements:
             raise ValueError(f"{name} has shape {tuple(array.shape)}, without an element to read; give it some")
-    functions = [function for function in (spec.mask, spec.score) if function and "b" in variables(function.expr)]
-    if functions and problem.batch > MAX_BLOCKS:
-        raise ValueError(
-            f"batch = {problem.batch} exceeds {MAX_BLOCKS}, and b is counted within one launch; split the batch"
-        )
 
 
 def layouts(names: Iterable[str], library: Library, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flashgen.runtime.arguments import Problem
 
 if TYPE_CHECKING:
+    from flashgen.runtime.blocks import Request
     from flashgen.runtime.compile import Report
     from flashgen.runtime.program import Bound, Program
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 class Call:
     """One shape of call, ready: on the GPU with its launches, on the interpreter with none.
 
-    copied: the backward's inputs that its kernels cannot read in place.
+    copied: the backward's inputs that its kernels cannot read in place. lists: what is walked of a block mask.
     """
 
     problem: Problem
@@ -28,6 +29,7 @@ class Call:
     copied: tuple[str, ...] = ()
     launches: tuple[Bound, ...] | None = None
     workspaces: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    lists: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def forward(
     """Fill o and lse."""
     import numpy as np
 
-    arrays = {name: _inward(library, layout, given[name]) for name in "qkv"} | _read(stages[0], library, given)
+    arrays = {name: _inward(library, layout, given[name]) for name in "qkv"} | _read(stages[:1], library, given)
     o, lse = outputs
     problem, width = call.problem, given["v"].shape[-1]
     arrays["o"] = np.full((problem.batch, problem.heads, problem.seqlen_q, width), np.nan, np.float32)
@@ -52,7 +52,7 @@ def backward(
     """Fill dq, dk and dv."""
     import numpy as np
 
-    arrays = _read(stages[0], library, given)
+    arrays = _read(stages[1:], library, given)
     for name in given.keys() - arrays.keys() - {"dsinks"}:
         array, vector = given[name], name in ("lse", "dlse")
         arrays[name] = _vector(library, layout, array) if vector else _inward(library, layout, array)
@@ -75,6 +75,19 @@ def backward(
         given["dsinks"][...] = library.from_numpy(arrays["dsinks"][0, 0], given["dsinks"], float32=True)
 
 
+def block_counts(stages: Stages, library: Library, given: dict[str, Any], visible: Any, sizes: dict[str, int]) -> None:
+    """Fill `visible` (batch, heads, blocks of queries, blocks of keys)."""
+    import numpy as np
+
+    from flashgen.interp import tile
+
+    batches, heads, rows, columns = visible.shape
+    counts = np.full((batches, heads * rows, columns), np.nan, np.float32)
+    arrays = {"visible": counts} | _read((stages,), library, given)
+    tile.run(lower.tile(stages.tile), stages.plan.sizes, arrays, sizes | {"batches": batches})
+    visible[...] = library.from_numpy(counts.reshape(visible.shape), visible, float32=True)
+
+
 def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any, drop: Drop | None, padding: int = 0) -> None:
     from flashgen.interp import tile
 
@@ -84,11 +97,13 @@ def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any, drop: Drop | 
     tile.run(kernel, stages.plan.sizes, {name: array for name, array in arrays.items() if name in used}, scalars)
 
 
-def _read(stages: Stages, library: Library, given: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What mask and score functions read."""
-    items = [item for item in stages.tile.buffers if item.by_element]
+def _read(stages: tuple[Stages, ...], library: Library, given: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What mask and score functions read, and lists of blocks."""
+    items = dict.fromkeys(item for each in stages for item in each.tile.buffers if item.by_element)
     return {
-        item.name: library.to_numpy(given[item.name], "int32" if item.dtype == I32 else "float32") for item in items
+        item.name: library.to_numpy(given[item.name], "int32" if item.dtype == I32 else "float32")
+        for item in items
+        if item.name in given  # others are what one kernel leaves for another
     }
 
 

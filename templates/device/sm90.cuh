@@ -32,6 +32,13 @@ struct PanelTile {
 // The same in all lanes of a warp, and known to be by the compiler.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// At every so many columns: what these and later ones load is not asked for earlier. The compiler would ask for all of
+// a row at once, for which it has no registers.
+template <int COLUMNS>
+__device__ __forceinline__ void hold_loads(int column) {
+  if (column % COLUMNS == 0) asm volatile("" ::: "memory");
+}
+
 template <int COUNT>
 __device__ __forceinline__ void init_barriers(uint64* barriers, int arrivals) {
 #pragma unroll

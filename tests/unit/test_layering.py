@@ -26,7 +26,7 @@ LAYERS = [
     {"runtime"},
     {"runner", "catalog"},
     {"kernel"},
-    {"varlen"},
+    {"varlen", "blocks"},
     {"api"},
     {"__init__"},
     {"integrations", "bench"},

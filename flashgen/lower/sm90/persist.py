@@ -126,9 +126,10 @@ def _found(kernel: Kernel, known: set[str]) -> tuple[str, ...]:
     """Integers of a tile that the computing warps use, and that have been read from global memory."""
     roles = [stmt for stmt in kernel.body if isinstance(stmt, Role) and stmt.role == "consumer"]
     every = [stmt for role in roles for stmt in statements(role.body)]
+    turns = [inner for stmt in every if isinstance(stmt, WhileLoop) for inner in stmt.body]
     read = dict.fromkeys(
         stmt.name
-        for stmt in every
+        for stmt in turns  # what a step of a loop reads is none of the tile
         if isinstance(stmt, Let) and stmt.name not in known and any(isinstance(node, Load) for node in walk(stmt.value))
     )
     used = {
