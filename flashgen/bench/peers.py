@@ -183,6 +183,12 @@ class Flex(_HeadsFirst):
     def available(self) -> str:
         return _importable("torch") or _importable("triton")
 
+    def supports(self, cell: Cell) -> str:
+        # Seen on an H200 with torch 2.11: an illegal address from 2^31 elements on, which ends the run for everybody.
+        if cell.variant == "bias" and cell.heads * cell.seqlen**2 >= 2**31:
+            return "flex addresses captured arrays with 32 bits"
+        return super().supports(cell)
+
     def bind(self, cell: Cell) -> Attend:
         import torch
         from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention

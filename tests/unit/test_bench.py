@@ -469,3 +469,10 @@ def test_peers_of_packed_sequences(small, monkeypatch, attend, direction):
 def test_torch_varlen_is_for_packed_sequences_only():
     assert peers.TorchVarlen().supports(Cell("fwd", 64, True, 4096)) == "packed sequences only"
     assert peers.TorchVarlen().supports(Cell("fwd", 64, True, 4096, "document")) == "no document"
+
+
+def test_flex_is_kept_from_a_bias_that_it_cannot_address():
+    said = "flex addresses captured arrays with 32 bits"
+    for head_dim, seqlen, reason in [(128, 8192, ""), (128, 16384, said), (64, 4096, ""), (64, 8192, said)]:
+        assert peers.Flex().supports(Cell("fwd", head_dim, False, seqlen, "bias")) == reason
+    assert not peers.Flex().supports(Cell("fwd", 128, True, 16384, "alibi"))
