@@ -215,7 +215,7 @@ class _FlashAttn(Peer):
 
     module = ""
     package = ""
-    variants = ("softcap", "window", "packed")
+    variants: tuple[str, ...] = ("softcap", "window", "packed")
 
     def version(self) -> str:
         return f"{self.package} {_version(self.package)}"
@@ -251,6 +251,12 @@ class Fa4(_FlashAttn):
 
     name, title = "fa4", "FlashAttention-4"
     module, package = "flash_attn.cute", "flash-attn-4"
+    variants = (*_FlashAttn.variants, "alibi", "document")
+
+    def keywords(self, cell: Cell, changed: Modification) -> dict[str, Any]:
+        if cell.variant in ("alibi", "document"):  # functions of its language
+            return importlib.import_module("flashgen.bench.cute_variants").keywords(cell, changed)
+        return super().keywords(cell, changed)
 
 
 def roster() -> list[Peer]:
