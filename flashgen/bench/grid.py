@@ -2,7 +2,7 @@
 
 Every cell holds the same amount of data: batch * seqlen = 16384 tokens and heads * head_dim = 2048 channels in bf16,
 so that a cell with longer sequences has more work for the same bytes. q, k, v and o have the same length and the same
-number of heads.
+number of heads. Packed sequences alone have lengths of their own, and more tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flashgen.bench.variants import CAUSAL, visible
+from flashgen.bench.variants import CAUSAL, own_seqlens, visible
 
 TOKENS = 16384  # batch * seqlen
 CHANNELS = 2048  # heads * head_dim
@@ -27,7 +27,8 @@ class Cell:
     """One point of the grid: forward or backward of one attention shape.
 
     `direction` is "fwd" or "bwd"; the backward is the gradient of q, k and v alone, without the forward.
-    `head_dim` and `seqlen` count elements and positions. `variant` names one of `variants.VARIANTS`, or is empty.
+    `head_dim` and `seqlen` count elements and positions; packed sequences are one of all their tokens. `variant` names
+    one of `variants.VARIANTS`, or is empty.
     """
 
     direction: str
@@ -98,7 +99,8 @@ def cells(
 ) -> list[Cell]:
     """The cells of a preset, with any axis replaced by the values given; ordered as the table is.
 
-    Of variants each is timed with the mask that it is used with, whatever the preset's.
+    Of variants each is timed with the mask that it is used with, whatever the preset's, and packed sequences have the
+    lengths that they have.
     """
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
@@ -113,5 +115,5 @@ def cells(
         if direction in chosen
         for head_dim in head_dims or base.head_dims
         for masked, variant in kinds
-        for seqlen in seqlens or base.seqlens
+        for seqlen in own_seqlens(variant) or seqlens or base.seqlens
     ]

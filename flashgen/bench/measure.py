@@ -7,7 +7,8 @@ and each is judged by the median of its rounds. Before its rounds a competitor's
 attention, and after them once more: a kernel that is wrong, or wrong now and then, is reported and not ranked.
 
 Inputs are random, never zeros (zeros draw less power). q, k and v of a cell take 192 MiB together, several times the
-L2 cache of any card so far, so launches do not find their inputs in the cache and need not rotate among input sets.
+L2 cache of any card so far (packed sequences more), so launches do not find their inputs in the cache and need not
+rotate among input sets.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
@@ -171,14 +172,16 @@ def reference(cell: Cell, inputs: Sequence[Any]) -> list[Any]:
 
 
 def by_definition(cell: Cell, inputs: Sequence[Any]) -> list[Any]:
-    """`reference` of a variant: each head by itself, since its scores are a square of floats."""
+    """`reference` of a variant: each head of each sequence by itself, since its scores are a square of floats."""
     device = str(inputs[0].device)
-    changed, place = modification(cell, device), torch.arange(cell.seqlen, device=device)
-    q_idx, kv_idx = place[:, None], place[None, :]
+    changed = modification(cell, device)
+    sequences = pairwise(accumulate(changed.lengths or (cell.seqlen,), initial=0))
     backward = cell.direction == "bwd"
     outputs = [torch.empty(cell.shape, device=device) for _ in range(3 if backward else 1)]
-    for b, h in product(range(cell.batch), range(cell.heads)):
-        q, k, v = (tensor[b, :, h].float().requires_grad_(backward) for tensor in inputs[:3])
+    for (begin, end), b, h in product(sequences, range(cell.batch), range(cell.heads)):
+        place = torch.arange(begin, end, device=device)
+        q_idx, kv_idx = place[:, None], place[None, :]
+        q, k, v = (tensor[b, begin:end, h].float().requires_grad_(backward) for tensor in inputs[:3])
         score = q @ k.T / cell.head_dim**0.5
         score = changed.score(score, b, h, q_idx, kv_idx) if changed.score else score
         if changed.mask:
@@ -186,9 +189,9 @@ def by_definition(cell: Cell, inputs: Sequence[Any]) -> list[Any]:
         if cell.causal:
             score = score.masked_fill(q_idx < kv_idx, float("-inf"))
         o = score.float().softmax(-1) @ v
-        results = torch.autograd.grad(o, (q, k, v), inputs[3][b, :, h].float()) if backward else (o,)
+        results = torch.autograd.grad(o, (q, k, v), inputs[3][b, begin:end, h].float()) if backward else (o,)
         for output, result in zip(outputs, results, strict=True):
-            output[b, :, h] = result
+            output[b, begin:end, h] = result
     return outputs
 
 

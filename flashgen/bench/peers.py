@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from flashgen.bench.grid import Cell
-from flashgen.bench.variants import VARIANTS, modification
+from flashgen.bench.variants import VARIANTS, Modification, modification
 
 Attend = Callable[[Any, Any, Any], Any]
 
@@ -88,9 +90,11 @@ class Flashgen(Peer):
         return _importable("cupy") or _importable("flashgen")
 
     def bind(self, cell: Cell) -> Attend:
-        attend, causal = importlib.import_module("flashgen").attention, cell.causal
-        options = modification(cell, device()).options
-        return lambda q, k, v: attend(q, k, v, causal=causal, **options)
+        flashgen, changed = importlib.import_module("flashgen"), modification(cell, device())
+        options = {"causal": cell.causal} | changed.options
+        if changed.lengths:
+            return of_one(partial(flashgen.varlen_attention, **options))
+        return partial(flashgen.attention, **options)
 
 
 class _HeadsFirst(Peer):
@@ -138,6 +142,33 @@ class Sdpa(_HeadsFirst):
         return lambda q, k, v: attend(q, k, v, is_causal=causal)
 
 
+class TorchVarlen(Peer):
+    """torch.nn.attention.varlen, for packed sequences; off by default, as those are."""
+
+    name = "varlen"
+    title = "torch varlen"
+    default = False
+    variants = ("packed",)
+
+    def version(self) -> str:
+        return f"torch {_version('torch')}"
+
+    def available(self) -> str:
+        return _importable("torch") or _importable("torch.nn.attention.varlen")
+
+    def supports(self, cell: Cell) -> str:
+        return super().supports(cell) or ("" if cell.variant else "packed sequences only")
+
+    def bind(self, cell: Cell) -> Attend:
+        attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        told = modification(cell, device()).options
+        given = [told[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+        mask: dict[str, Any] = {"window_size": (-1, 0 if cell.causal else -1)}
+        if "is_causal" in inspect.signature(attend).parameters:  # torch 2.11; 2.13 knows it by the window
+            mask = {"is_causal": cell.causal}
+        return of_one(lambda q, k, v: attend(q, k, v, *given, **mask))
+
+
 class Flex(_HeadsFirst):
     """torch.nn.attention.flex_attention, compiled; off by default: it compiles for seconds a shape."""
 
@@ -152,6 +183,12 @@ class Flex(_HeadsFirst):
     def available(self) -> str:
         return _importable("torch") or _importable("triton")
 
+    def supports(self, cell: Cell) -> str:
+        # Seen on an H200 with torch 2.11: an illegal address from 2^31 elements on, which ends the run for everybody.
+        if cell.variant == "bias" and cell.heads * cell.seqlen**2 >= 2**31:
+            return "flex addresses captured arrays with 32 bits"
+        return super().supports(cell)
+
     def bind(self, cell: Cell) -> Attend:
         import torch
         from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
@@ -164,16 +201,21 @@ class Flex(_HeadsFirst):
         mask = None
         if cell.causal or changed.mask:
             batch = cell.batch if cell.variant == "document" else None
-            mask = create_block_mask(sees, batch, None, cell.seqlen, cell.seqlen, device=device())
+            # Not compiled it makes the whole square of the mask, which packed sequences are too long for.
+            make = torch.compile(create_block_mask) if changed.lengths else create_block_mask
+            mask = make(sees, batch, None, cell.seqlen, cell.seqlen, device=device())
         return lambda q, k, v: compiled(q, k, v, score_mod=changed.score, block_mask=mask)
 
 
 class _FlashAttn(Peer):
-    """A package of the FlashAttention authors: `flash_attn_func(q, k, v, causal=)`, which may return (o, lse)."""
+    """A package of the FlashAttention authors: `flash_attn_func(q, k, v, causal=)`, which may return (o, lse).
+
+    `flash_attn_varlen_func` for packed sequences.
+    """
 
     module = ""
     package = ""
-    variants = ("softcap", "window")
+    variants: tuple[str, ...] = ("softcap", "window", "packed")
 
     def version(self) -> str:
         return f"{self.package} {_version(self.package)}"
@@ -182,14 +224,19 @@ class _FlashAttn(Peer):
         return _importable(self.module, self.package)
 
     def bind(self, cell: Cell) -> Attend:
-        attend, causal = importlib.import_module(self.module).flash_attn_func, cell.causal
-        keywords = modification(cell, device()).keywords or {}
+        module, changed = importlib.import_module(self.module), modification(cell, device())
+        attend = module.flash_attn_varlen_func if changed.lengths else module.flash_attn_func
+        keywords = {"causal": cell.causal} | self.keywords(cell, changed)
 
         def call(q: Any, k: Any, v: Any) -> Any:
-            result = attend(q, k, v, causal=causal, **keywords)
+            result = attend(q, k, v, **keywords)
             return result[0] if isinstance(result, (tuple, list)) else result
 
-        return call
+        return of_one(call) if changed.lengths else call
+
+    def keywords(self, cell: Cell, changed: Modification) -> dict[str, Any]:
+        """What the call gets beside q, k, v and causal."""
+        return changed.keywords or {}
 
 
 class Fa3(_FlashAttn):
@@ -204,6 +251,12 @@ class Fa4(_FlashAttn):
 
     name, title = "fa4", "FlashAttention-4"
     module, package = "flash_attn.cute", "flash-attn-4"
+    variants = (*_FlashAttn.variants, "alibi", "document")
+
+    def keywords(self, cell: Cell, changed: Modification) -> dict[str, Any]:
+        if cell.variant in ("alibi", "document"):  # functions of its language
+            return importlib.import_module("flashgen.bench.cute_variants").keywords(cell, changed)
+        return super().keywords(cell, changed)
 
 
 def roster() -> list[Peer]:
@@ -213,6 +266,7 @@ def roster() -> list[Peer]:
         Sdpa("fa2", "FlashAttention-2", "FLASH_ATTENTION"),
         Sdpa("cudnn", "cuDNN", "CUDNN_ATTENTION"),
         Flex(),
+        TorchVarlen(),
         Fa3(),
         Fa4(),
     ]
@@ -230,6 +284,14 @@ def choose(names: Sequence[str] | None = None) -> tuple[list[Peer], dict[str, st
     wanted = [peer for peer in known.values() if (peer.name in names if names else peer.default)]
     reasons = {peer.name: peer.available() for peer in wanted}
     return [peer for peer in wanted if not reasons[peer.name]], {name: why for name, why in reasons.items() if why}
+
+
+def of_one(attend: Attend) -> Attend:
+    """The function of (1, total, heads, head_dim) tensors for one of packed (total, heads, head_dim) tensors.
+
+    Both ways a view: backward too, where indexing would fill a tensor with zeros first.
+    """
+    return lambda q, k, v: attend(q.squeeze(0), k.squeeze(0), v.squeeze(0)).unsqueeze(0)
 
 
 def device() -> str:

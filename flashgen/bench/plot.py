@@ -15,6 +15,7 @@ STYLES = {
     "flex": ("#CC79A7", "v"),
     "fa3": ("#56B4E9", "D"),
     "fa4": ("#000000", "P"),
+    "varlen": ("#E69F00", "X"),
 }
 DIRECTION = {"fwd": "forward", "bwd": "backward"}
 

@@ -160,7 +160,11 @@ def own_failures(results: dict[str, Any]) -> int:
 
 
 PRESET_HELP = "Part of the grid: " + "; ".join(f"{name}: {preset.why}" for name, preset in grid.PRESETS.items()) + "."
-PEERS_HELP = "Comma-separated: flashgen, fa2, cudnn, flex, fa3, fa4. Default: all that are installed, without flex."
+PEERS_HELP = (
+    "Comma-separated: flashgen, fa2, cudnn, flex, varlen, fa3, fa4. "
+    "Default: all that are installed, without flex and varlen."
+)
+VARIANT_HELP = "Time these instead, packed with lengths of its own. Repeatable."
 
 
 def grid_options(function: Callable) -> Callable:
@@ -186,7 +190,7 @@ def grid_options(function: Callable) -> Callable:
 
 @click.command("bench")
 @grid_options
-@click.option("--variant", type=click.Choice(list(VARIANTS)), multiple=True, help="Time these instead. Repeatable.")
+@click.option("--variant", type=click.Choice(list(VARIANTS)), multiple=True, help=VARIANT_HELP)
 @click.option("--peers", "names", metavar="NAMES", help=PEERS_HELP)
 @click.option("--rounds", type=click.IntRange(5), default=7, show_default=True, help="Rounds; the median counts.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs and of the order of competitors.")
@@ -205,13 +209,14 @@ def command(
 ) -> None:
     """Time flashgen beside what else is installed, on this machine's GPU.
 
-    Every cell has batch * seqlen = 16384 and heads * head_dim = 2048 in bf16. Writes bench.json, bench.txt and
-    bench.png. The spine preset takes about a minute.
+    Every cell has batch * seqlen = 16384 and heads * head_dim = 2048 in bf16; the variant packed has 64 sequences of 32
+    to 4096 tokens. Writes bench.json, bench.txt and bench.png. The spine preset takes about a minute.
 
     \b
     python -m flashgen bench --preset quick
     python -m flashgen bench --direction fwd --head-dim 128 --causal --peers flashgen,fa2
     python -m flashgen bench --variant softcap --variant document --seqlen 4096 --peers flashgen,flex,fa4
+    python -m flashgen bench --variant packed --peers flashgen,flex,varlen,fa3,fa4
     """
     try:
         results = run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 SOFTCAP = 50.0
 WINDOW = 1024
 DOCUMENTS = 16
+SEQUENCES, SHORTEST, LONGEST = 64, 32, 4096  # of packed ones: how many, and from what to what their lengths are drawn
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,15 @@ class Modification:
     options: of `flashgen.attention`, without `causal`. keywords: of `flash_attn_func`; None where it cannot do it.
     score: (score, b, h, q_idx, kv_idx) -> score, and mask: (b, h, q_idx, kv_idx) -> bool, on torch tensors; the mask
     without `causal`.
+    lengths: of the sequences that lie one behind the other in one of cell.seqlen; empty where there is but that one.
+    Where there are, options are of `flashgen.varlen_attention` and keywords of `flash_attn_varlen_func`.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     keywords: dict[str, Any] | None = None
     score: Callable | None = None
     mask: Callable | None = None
+    lengths: tuple[int, ...] = ()
 
 
 def softcap(cell: Cell, device: str) -> Modification:
@@ -86,13 +91,9 @@ def window(cell: Cell, device: str) -> Modification:
 
 def document(cell: Cell, device: str) -> Modification:
     """16 documents of random lengths in a sequence."""
-    import torch
-
     from flashgen import masks
 
-    lengths = document_lengths(cell.seqlen)
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device, torch.int32)
-    ids = ids.expand(cell.batch, cell.seqlen).contiguous()
+    ids = numbers(document_lengths(cell.seqlen), device).expand(cell.batch, cell.seqlen).contiguous()
 
     def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return ids[b, q_idx] == ids[b, kv_idx]
@@ -100,8 +101,24 @@ def document(cell: Cell, device: str) -> Modification:
     return Modification({"mask_mod": masks.document, "mask_aux": (ids,)}, mask=same)
 
 
+def packed(cell: Cell, device: str) -> Modification:
+    """64 sequences of 32 to 4096 tokens, one behind the other; to flex attention they are documents."""
+    import torch
+
+    lengths = packed_lengths()
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    ids = numbers(lengths, device)
+    told = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    told |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+
+    def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return ids[q_idx] == ids[kv_idx]
+
+    return Modification(told, told, mask=same, lengths=tuple(lengths))
+
+
 VARIANTS: dict[str, Callable[[Cell, str], Modification]] = {
-    function.__name__: function for function in (softcap, alibi, bias, window, document)
+    function.__name__: function for function in (softcap, alibi, bias, window, document, packed)
 }
 CAUSAL = {name: name != "bias" for name in VARIANTS}  # which are timed with, and which without `causal`
 
@@ -118,10 +135,32 @@ def document_lengths(seqlen: int) -> list[int]:
     return [end - start for start, end in zip([0, *cuts], [*cuts, seqlen], strict=True)]
 
 
+def packed_lengths() -> list[int]:
+    """The lengths of the packed sequences; always the same."""
+    draw = random.Random(0)
+    return [draw.randint(SHORTEST, LONGEST) for _ in range(SEQUENCES)]
+
+
+def own_seqlens(variant: str) -> list[int]:
+    """The sequence lengths of a variant that brings its own: of packed sequences, all their tokens. Else none."""
+    return [sum(packed_lengths())] if variant == "packed" else []
+
+
+def numbers(lengths: list[int], device: str) -> Any:
+    """Which of the sequences each position belongs to, where they lie one behind the other: int32 (sum of lengths,)."""
+    import torch
+
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device, torch.int32)
+
+
 def visible(variant: str, causal: bool, seqlen: int) -> int:
-    """How many keys all queries of a sequence see, half of the square counting as causal."""
+    """How many keys all queries of a sequence, or of all that are packed, see; half of the square counts as causal."""
     if variant == "window":
         outside = max(0, seqlen - WINDOW)
         return (seqlen * seqlen - outside * outside) // 2
-    squares = sum(length * length for length in document_lengths(seqlen)) if variant == "document" else seqlen * seqlen
-    return squares // (2 if causal else 1)
+    lengths = [seqlen]
+    if variant == "document":
+        lengths = document_lengths(seqlen)
+    elif variant == "packed":
+        lengths = packed_lengths()
+    return sum(length * length for length in lengths) // (2 if causal else 1)
