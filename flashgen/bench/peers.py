@@ -89,7 +89,8 @@ class Flashgen(Peer):
 
     def bind(self, cell: Cell) -> Attend:
         attend, causal = importlib.import_module("flashgen").attention, cell.causal
-        options = modification(cell, device()).options
+        changed = modification(cell, device())
+        options = changed.options | changed.arrays
         return lambda q, k, v: attend(q, k, v, causal=causal, **options)
 
 

@@ -184,9 +184,14 @@ def grid_options(function: Callable) -> Callable:
     return function
 
 
+variant_option = click.option(
+    "--variant", type=click.Choice(list(VARIANTS)), multiple=True, help="Time these instead. Repeatable."
+)
+
+
 @click.command("bench")
 @grid_options
-@click.option("--variant", type=click.Choice(list(VARIANTS)), multiple=True, help="Time these instead. Repeatable.")
+@variant_option
 @click.option("--peers", "names", metavar="NAMES", help=PEERS_HELP)
 @click.option("--rounds", type=click.IntRange(5), default=7, show_default=True, help="Rounds; the median counts.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs and of the order of competitors.")
