@@ -41,6 +41,10 @@ class Measured:
         theirs = (candidate.warps, candidate.depths, candidate.split, candidate.traits)
         return own == (dict(candidate.blocks), *theirs)
 
+    def without(self, trait: str) -> Measured:
+        """The same choice without a trait."""
+        return replace(self, traits=tuple(item for item in self.traits if item != trait))
+
 
 # (arch, kernel, head_dim, head_dim_v, causal, kind of the functions, length of the Spec) -> choice
 TABLE: dict[Key, Measured] = {

@@ -294,6 +294,15 @@ def test_the_problem_of_a_variant_is_what_a_call_with_it_is(monkeypatch, variant
     assert norm < measure.NORM_TOLERANCE and row < measure.ROW_TOLERANCE
 
 
+def test_a_variant_has_candidates_with_a_guess_of_the_maximum_and_without():
+    for variant in variants.VARIANTS:
+        (problem,) = candidates.problems("fwd", 64, variants.CAUSAL[variant], ARCH, variant)
+        offered = [peer.verdict.candidate for peer in candidates.entrants(problem, ARCH, None)]
+        guessed = [one for one in offered if "guessed maximum" in one.traits]
+        assert 0 < len(guessed) == len(offered) / 2
+        assert ("guessed maximum" in problem.plan().candidate.traits) == (variant != "alibi")
+
+
 @pytest.mark.parametrize("variant", variants.VARIANTS)
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_what_a_call_with_a_variant_launches_is_among_the_candidates(monkeypatch, head_dim, variant):
