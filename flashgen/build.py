@@ -61,14 +61,14 @@ def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
 
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The forward's one kernel; heads are packed where the chip's own family has it."""
-    own = _forward_arch(spec, arch)
+    own = forward_arch(spec, arch)
     planned = spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1, length="")
     return (_forward(planned, own),)
 
 
 def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
     """How many heads of a group the forward should pack into a tile, for so many queries."""
-    own = _forward_arch(spec, arch)
+    own = forward_arch(spec, arch)
     if own.family != "sm90" or spec.dropout:  # whose random numbers are made for whole tiles of one head
         return 1
 
@@ -86,11 +86,11 @@ def for_sizes(spec: Spec, arch: Arch, seqlen_q: int, seqlen_k: int, group: int) 
     packed = heads_to_pack(spec, arch, seqlen_q, group)
     if packed > 1:
         return replace(spec, packed=packed)
-    return replace(spec, length=tuned.length("attention_forward", spec, _forward_arch(spec, arch), seqlen_k))
+    return replace(spec, length=tuned.length("attention_forward", spec, forward_arch(spec, arch), seqlen_k))
 
 
 @cache
-def _forward_arch(spec: Spec, arch: Arch) -> Arch:
+def forward_arch(spec: Spec, arch: Arch) -> Arch:
     """The record to plan the forward for: the portable one where functions, or random numbers, leave no tile room."""
     own = arch_for("attention_forward", spec, arch)
     if (spec.mask or spec.score or spec.dropout) and own.portable:
@@ -123,9 +123,17 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), what makes dq, and dsinks.
 
-    None of them packs heads. The derivative of a score function may take a tile too many, what functions load from
-    arrays, or random numbers: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken,
-    and of these in the end those that are estimated to spill least: no function is refused.
+    None of them packs heads.
+    """
+    return backward_with(*backward_plans(spec, arch))
+
+
+def backward_plans(spec: Spec, arch: Arch) -> tuple[Spec, Plan, Plan | None]:
+    """What the backward is made for, the plan of its main kernel, and that of dQ's kernel where there is one.
+
+    The derivative of a score function may take a tile too many, what functions load from arrays, or random numbers:
+    then dQ has its own kernel; where no tile fits even so, the portable kernels are taken, and of these in the end
+    those that are estimated to spill least: no function is refused.
     """
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
@@ -136,17 +144,17 @@ def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
         ways += [(way, portable_record(arch)) for way in (spec, apart) if arch.portable]
     for way, chip in ways[:-1]:
         try:
-            return _backward(way, chip)
+            return _backward_plans(way, chip)
         except planner.PlanError as error:
             log.info("%s: %s", spec, error)
-    return _backward(*ways[-1], may_spill=takes_more)
+    return _backward_plans(*ways[-1], may_spill=takes_more)
 
 
-def _backward(spec: Spec, arch: Arch, may_spill: bool = False) -> tuple[Stages, ...]:
+def _backward_plans(spec: Spec, arch: Arch, may_spill: bool = False) -> tuple[Spec, Plan, Plan | None]:
     own = backward_spec(spec, arch)
     main = planner.plan(backward_nests.backward(own), spec, arch, may_spill)
     dq = planner.plan(backward_nests.backward_dq(own), own, arch, may_spill) if own.deterministic else None
-    return backward_with(spec, main, dq)
+    return own, main, dq
 
 
 def backward_spec(spec: Spec, arch: Arch) -> Spec:

@@ -91,9 +91,13 @@ class Flashgen(Peer):
 
     def bind(self, cell: Cell) -> Attend:
         flashgen, changed = importlib.import_module("flashgen"), modification(cell, device())
-        options = {"causal": cell.causal} | changed.options
+        options = {"causal": cell.causal} | changed.options | changed.arrays
         if changed.lengths:
             return of_one(partial(flashgen.varlen_attention, **options))
+        if "mask_aux" in options:  # as flex attention's, made once for many calls
+            sizes = (cell.batch, 1, cell.seqlen, cell.seqlen)
+            mask, arrays = options["mask_mod"], options["mask_aux"]
+            options["block_mask"] = flashgen.block_mask(mask, arrays, *sizes, causal=cell.causal)
         return partial(flashgen.attention, **options)
 
 

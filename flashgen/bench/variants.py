@@ -1,7 +1,8 @@
 """Attention with more than `causal` to it: the same modification for flashgen, for flex attention and for the others.
 
-Each variant is what a user of each would write: options of `flashgen.attention`; functions of torch tensors, which flex
-attention compiles and the reference evaluates; keywords of `flash_attn_func`, where that has them.
+Each variant is what a user of each would write: options of `flashgen.attention`, and arrays beside them; functions of
+torch tensors, which flex attention compiles and the reference evaluates; keywords of `flash_attn_func`, where that has
+them.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from flashgen import masks, scores
+from flashgen import variants as of_calls
+from flashgen.ir.dtype import BF16, I32
+
 if TYPE_CHECKING:
     from flashgen.bench.grid import Cell
+    from flashgen.spec import Function
 
 SOFTCAP = 50.0
 WINDOW = 1024
@@ -25,7 +32,8 @@ SEQUENCES, SHORTEST, LONGEST = 64, 32, 4096  # of packed ones: how many, and fro
 class Modification:
     """A variant for one cell.
 
-    options: of `flashgen.attention`, without `causal`. keywords: of `flash_attn_func`; None where it cannot do it.
+    options: of `flashgen.attention`, without `causal`; arrays: `mask_aux` or `score_aux`, which its functions read.
+    keywords: of `flash_attn_func`; None where it cannot do it.
     score: (score, b, h, q_idx, kv_idx) -> score, and mask: (b, h, q_idx, kv_idx) -> bool, on torch tensors; the mask
     without `causal`.
     lengths: of the sequences that lie one behind the other in one of cell.seqlen; empty where there is but that one.
@@ -33,10 +41,32 @@ class Modification:
     """
 
     options: dict[str, Any] = field(default_factory=dict)
+    arrays: dict[str, Any] = field(default_factory=dict)
     keywords: dict[str, Any] | None = None
     score: Callable | None = None
     mask: Callable | None = None
     lengths: tuple[int, ...] = ()
+
+
+def options(variant: str) -> dict[str, Any]:
+    """The options of `flashgen.attention` for a variant, without `causal` and arrays; none for "", no variant."""
+    found: dict[str, dict[str, Any]] = {
+        "": {},
+        "softcap": {"softcap": SOFTCAP},
+        "alibi": {"score_mod": scores.alibi},
+        "bias": {"score_mod": scores.bias},
+        "window": {"window": (WINDOW, 0)},
+        "document": {"mask_mod": masks.document},
+    }
+    return found[variant]
+
+
+DTYPES: dict[str, dict[str, Any]] = {"bias": {"score_dtypes": (BF16,)}, "document": {"mask_dtypes": (I32,)}}
+
+
+def functions(variant: str, causal: bool) -> tuple[bool, Function | None, Function | None]:
+    """`causal`, `mask` and `score` of the Spec that a call with a variant has, by the types of the variant's arrays."""
+    return of_calls.functions(causal, **options(variant), **DTYPES.get(variant, {}))
 
 
 def softcap(cell: Cell, device: str) -> Modification:
@@ -46,28 +76,24 @@ def softcap(cell: Cell, device: str) -> Modification:
     def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return SOFTCAP * torch.tanh(score / SOFTCAP)
 
-    return Modification({"softcap": SOFTCAP}, {"softcap": SOFTCAP}, score=capped)
+    return Modification(options("softcap"), keywords={"softcap": SOFTCAP}, score=capped)
 
 
 def alibi(cell: Cell, device: str) -> Modification:
     """A slope a head, 2^(-8 (h + 1) / heads), times the distance."""
     import torch
 
-    from flashgen import scores
-
     slopes = torch.exp2(-8.0 * torch.arange(1, cell.heads + 1, device=device) / cell.heads)
 
     def sloped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score - slopes[h] * (q_idx - kv_idx).abs()
 
-    return Modification({"score_mod": scores.alibi}, score=sloped)
+    return Modification(options("alibi"), score=sloped)
 
 
 def bias(cell: Cell, device: str) -> Modification:
     """A bf16 number of its own for each head, query and key, the same for the whole batch; without a gradient."""
     import torch
-
-    from flashgen import scores
 
     generator = torch.Generator(device=device).manual_seed(1)
     shape = (cell.heads, cell.seqlen, cell.seqlen)
@@ -77,7 +103,7 @@ def bias(cell: Cell, device: str) -> Modification:
         return score + values[h, q_idx, kv_idx]
 
     expanded = values.expand(cell.batch, *shape)
-    return Modification({"score_mod": scores.bias, "score_aux": (expanded,)}, score=biased)
+    return Modification(options("bias"), {"score_aux": (expanded,)}, score=biased)
 
 
 def window(cell: Cell, device: str) -> Modification:
@@ -86,19 +112,17 @@ def window(cell: Cell, device: str) -> Modification:
     def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx - kv_idx <= WINDOW
 
-    return Modification({"window": (WINDOW, 0)}, {"window_size": (WINDOW, 0)}, mask=near)
+    return Modification(options("window"), keywords={"window_size": (WINDOW, 0)}, mask=near)
 
 
 def document(cell: Cell, device: str) -> Modification:
     """16 documents of random lengths in a sequence."""
-    from flashgen import masks
-
     ids = numbers(document_lengths(cell.seqlen), device).expand(cell.batch, cell.seqlen).contiguous()
 
     def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return ids[b, q_idx] == ids[b, kv_idx]
 
-    return Modification({"mask_mod": masks.document, "mask_aux": (ids,)}, mask=same)
+    return Modification(options("document"), {"mask_aux": (ids,)}, mask=same)
 
 
 def packed(cell: Cell, device: str) -> Modification:
@@ -120,9 +144,11 @@ def packed(cell: Cell, device: str) -> Modification:
 VARIANTS: dict[str, Callable[[Cell, str], Modification]] = {
     function.__name__: function for function in (softcap, alibi, bias, window, document, packed)
 }
+OF_ONE_LENGTH = [name for name in VARIANTS if name != "packed"]
 CAUSAL = {name: name != "bias" for name in VARIANTS}  # which are timed with, and which without `causal`
 
 
+@lru_cache(maxsize=1)  # a bias takes up to 17 GiB: all competitors of a cell, and the reference, read the same one
 def modification(cell: Cell, device: str) -> Modification:
     """The variant of a cell; none for a cell without one."""
     return VARIANTS[cell.variant](cell, device) if cell.variant else Modification(keywords={})

@@ -16,8 +16,10 @@ from flashgen.ir.expr import (
     J,
     Load,
     Random,
+    Select,
     Unary,
     by_element,
+    children,
     loads,
     variables,
     walk,
@@ -41,6 +43,7 @@ RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
 STEP_LATENCY = 400
 L2_BYTES_PER_CLOCK = 48
+BOUNDED = ("tanh", "sigmoid", "sin", "cos")
 SPECIAL = {"neg": 0, "abs": 0, "tanh": 2, "sigmoid": 2}  # instructions of the special function unit; others take one
 
 # From so many operations on an element on, the compiler works on all elements before the next operation, which takes
@@ -112,6 +115,22 @@ def takes_functions(kernel: Kernel) -> bool:
 def scores(kernel: Kernel) -> bool:
     """True for a kernel with a score function."""
     return sum(isinstance(stmt, Map) and stmt.dst == "s" for stmt, _ in _looped(kernel)) > 1
+
+
+@remembered
+def rises(kernel: Kernel) -> bool:
+    """True where scores may rise with every block of keys: the score function has the number of the key in it.
+
+    Where that is only an array's index, part of a condition or of what is bounded, it does not count.
+    """
+    return any(_has_key(stmt.expr) for stmt, _ in _looped(kernel) if isinstance(stmt, Map) and stmt.dst == "s")
+
+
+def _has_key(expr: Expr) -> bool:
+    if isinstance(expr, Load | Compare) or (isinstance(expr, Unary) and expr.op in BOUNDED):
+        return False
+    parts = (expr.x, expr.y) if isinstance(expr, Select) else children(expr)
+    return expr == J or any(_has_key(part) for part in parts)
 
 
 @remembered

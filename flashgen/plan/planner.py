@@ -46,9 +46,14 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch, may_spill: bool = False) -> Pla
             return replace(made, verdicts=tuple(verdicts), source="the fewest registers: it may spill")
         least = min(verdicts, key=_size)
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
-    chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
+    measured, own = tuned.lookup(kernel.name, spec, arch), tuned.has_own(kernel.name, spec, arch)
+    unguessed = False
+    if measured and not own and cost.rises(kernel):
+        unguessed, measured = sm90.GUESS in measured.traits, measured.without(sm90.GUESS)
+    chosen, source = _choose(verdicts, measured)
     if source.startswith("measurement"):
-        source += ", without the mask and score functions" * bool(spec.mask or spec.score)
+        source += ", without the mask and score functions" * (bool(spec.mask or spec.score) and not own)
+        source += ", with a guess of the maximum" * unguessed
         source += ", with sequences of one length" * spec.varlen
         source += ", with one head in a tile" * (spec.packed > 1)
     made = make(kernel, spec, arch, chosen)

@@ -5,6 +5,7 @@ for one, two and three computing warpgroups.
 
 Traits of a candidate: "persistent" (a block takes tiles in a fixed order) or "dynamic" (it asks for its next one), "in
 turns" (the warpgroups issue their products one after the other), "guessed maximum" (softmax does not wait for maxima).
+Kernels with functions have each candidate with a guess and without.
 """
 
 from __future__ import annotations
@@ -41,6 +42,16 @@ FIXED_ORDER = 1.01
 # The time with Q in two stages, so that the next tile's is loaded early, where one takes 1: 0.9 to 1 at 512 and 1024,
 # 0.96 to 1.04 from 2048 on (an H200, head_dim 64 and 128).
 Q_AHEAD = 0.99
+GUESS = "guessed maximum"
+# The time without a guess, where that with one takes 1: 1.02 to 1.12 (an H200, docs/benchmarks.md, 2026-11-30).
+NO_GUESS = 1.06
+# The time with a guess that is too low in most steps, which are then computed twice, the second time with mma.sync: an
+# H200 does 261 TFLOP/s with ALiBi and a guess, and 502 without ALiBi (head_dim 64, causal).
+LOW_GUESS = 2.0
+RISING = (
+    "no guess of the maximum: the score function has kv_idx in it, and where scores rise with it most steps would be "
+    "computed twice"
+)
 PACKING = (
     "calls with few queries of grouped heads take a kernel in which 2 to 64 heads share a tile (--packed shows it)"
 )
@@ -55,9 +66,10 @@ def candidates(kernel: Kernel) -> Iterator[Candidate]:
     uneven = kernel.axes[0].longest_first or kernel.axes[0].name == ROW_BLOCK.name
     orders = ("dynamic",) if uneven else ("dynamic", "persistent")
     # What is dropped would hide a guess that was too low, and random numbers take longer than maxima.
-    guess = () if cost.draws(kernel) else ("guessed maximum",)
+    guesses: tuple[tuple[str, ...], ...] = () if cost.draws(kernel) else ((GUESS,),)
     more = cost.takes_functions(kernel)
-    for warpgroups, block_kv, order, ahead in product((1, 2, 3), BLOCKS_KV, orders, (False, True)):
+    guesses += ((),) if more else ()
+    for warpgroups, block_kv, order, ahead, guess in product((1, 2, 3), BLOCKS_KV, orders, (False, True), guesses):
         if ahead and more and warpgroups == 3:
             continue  # 160 registers are too few then: 8 to 70 bytes are spilled
         turns = ("in turns",) if warpgroups > 1 else ()
@@ -89,8 +101,13 @@ def make(
         covered_by_output=covered,
         keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
         packed=heads_in_tile(kernel),
-        variants=(PACKING,) if heads_in_tile(kernel) == 1 else (),
+        variants=(PACKING,) * (heads_in_tile(kernel) == 1) + (RISING,) * _warned(kernel, candidate),
     )
+
+
+def _warned(kernel: Kernel, candidate: Candidate) -> bool:
+    """True for a candidate that is without a guess for the sake of scores that may rise with the keys."""
+    return GUESS not in candidate.traits and cost.rises(kernel) and not cost.draws(kernel)
 
 
 def _mbarriers(candidate: Candidate, covered: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
@@ -186,11 +203,19 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     softmax = elements * (1 / arch.exp_rate + 3 / 128)
     latency = STEP_LATENCY if warpgroups > 1 else 2 * STEP_LATENCY
     clocks = max(matrix, softmax) + min(matrix, softmax) / (1 + warpgroups) + latency
-    cost = clocks * 1e6 / (2 * elements * (sizes["head_dim"] + sizes["head_dim_v"]))
-    cost *= FIXED_ORDER if "persistent" in candidate.traits else 1
-    cost *= Q_AHEAD if "q_tile" in dict(candidate.stages) else 1
+    total = clocks * 1e6 / (2 * elements * (sizes["head_dim"] + sizes["head_dim_v"])) * _factor(kernel, candidate)
     why = (
         f"{needed / KIB:.1f} KiB, {taken} registers; a step takes {matrix:.0f} clocks of matrix work, "
-        f"{softmax:.0f} of softmax"
+        f"{softmax:.0f} of softmax" + ", most steps twice" * (GUESS in candidate.traits and cost.rises(kernel))
     )
-    return Verdict(candidate, cost=cost, why=why)
+    return Verdict(candidate, cost=total, why=why)
+
+
+def _factor(kernel: Kernel, candidate: Candidate) -> float:
+    """What the order of tiles, Q in two stages and the guess of the maximum do to the time."""
+    order = FIXED_ORDER if "persistent" in candidate.traits else 1
+    ahead = Q_AHEAD if "q_tile" in dict(candidate.stages) else 1
+    if GUESS in candidate.traits:
+        return order * ahead * (LOW_GUESS if cost.rises(kernel) else 1)
+    # What draws has no candidate with a guess to compare with.
+    return order * ahead * (1 if cost.draws(kernel) else NO_GUESS)

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate
-from flashgen.spec import Spec
+from flashgen.spec import Function, Spec
 
 WIDTH = 100  # of a command in a line
-Key = tuple[str, str, int, int, bool, str]
+Key = tuple[str, str, int, int, bool, str, str]
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,14 @@ class Measured:
         theirs = (candidate.warps, candidate.depths, candidate.split, candidate.traits)
         return own == (dict(candidate.blocks), *theirs)
 
+    def without(self, trait: str) -> Measured:
+        """The same choice without a trait."""
+        return replace(self, traits=tuple(item for item in self.traits if item != trait))
 
-# (arch, kernel, head_dim, head_dim_v, causal, length of the Spec) -> choice
+
+# (arch, kernel, head_dim, head_dim_v, causal, kind of the functions, length of the Spec) -> choice
 TABLE: dict[Key, Measured] = {
-    ("sm_90a", "attention_forward", 64, 64, False, ""): Measured(
+    ("sm_90a", "attention_forward", 64, 64, False, "", ""): Measured(
         (("block_q", 192), ("block_kv", 128)),
         16,
         (2, 2, 2),
@@ -50,7 +56,7 @@ TABLE: dict[Key, Measured] = {
         "python -m flashgen tune --direction fwd --head-dim 64 --full --preset full --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 64, 64, True, ""): Measured(
+    ("sm_90a", "attention_forward", 64, 64, True, "", ""): Measured(
         (("block_q", 192), ("block_kv", 128)),
         16,
         (2, 2, 2),
@@ -58,7 +64,7 @@ TABLE: dict[Key, Measured] = {
         "python -m flashgen tune --direction fwd --head-dim 64 --causal --preset spine --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 64, 64, True, "short"): Measured(
+    ("sm_90a", "attention_forward", 64, 64, True, "", "short"): Measured(
         (("block_q", 128), ("block_kv", 160)),
         12,
         (2, 2, 2),
@@ -67,7 +73,7 @@ TABLE: dict[Key, Measured] = {
         traits=("dynamic", "in turns", "guessed maximum"),
         limit=1024,
     ),
-    ("sm_90a", "attention_forward", 128, 128, False, ""): Measured(
+    ("sm_90a", "attention_forward", 128, 128, False, "", ""): Measured(
         (("block_q", 128), ("block_kv", 128)),
         12,
         (2, 2, 2),
@@ -75,7 +81,7 @@ TABLE: dict[Key, Measured] = {
         "python -m flashgen tune --direction fwd --head-dim 128 --full --preset full --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 128, 128, False, "long"): Measured(
+    ("sm_90a", "attention_forward", 128, 128, False, "", "long"): Measured(
         (("block_q", 192), ("block_kv", 80)),
         16,
         (2, 2, 2),
@@ -84,7 +90,7 @@ TABLE: dict[Key, Measured] = {
         traits=("persistent", "in turns", "guessed maximum"),
         limit=8192,
     ),
-    ("sm_90a", "attention_forward", 128, 128, True, ""): Measured(
+    ("sm_90a", "attention_forward", 128, 128, True, "", ""): Measured(
         (("block_q", 128), ("block_kv", 128)),
         12,
         (2, 2, 2),
@@ -92,7 +98,7 @@ TABLE: dict[Key, Measured] = {
         "python -m flashgen tune --direction fwd --head-dim 128 --causal --preset full --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 128, 128, True, "long"): Measured(
+    ("sm_90a", "attention_forward", 128, 128, True, "", "long"): Measured(
         (("block_q", 128), ("block_kv", 160)),
         12,
         (2, 2),
@@ -101,14 +107,14 @@ TABLE: dict[Key, Measured] = {
         traits=("dynamic", "in turns", "guessed maximum"),
         limit=4096,
     ),
-    ("sm_90a", "attention_backward_dq", 128, 128, False, ""): Measured(
+    ("sm_90a", "attention_backward_dq", 128, 128, False, "", ""): Measured(
         (("block_q", 128), ("block_kv", 96)),
         12,
         (2, 2),
         "NVIDIA H200, 2026-12-02, 467 TFLOP/s beside 450 with 128 keys, at 8192: "
         "the deterministic backward with each candidate for its last kernel",
     ),
-    ("sm_90a", "attention_forward", 256, 256, False, ""): Measured(
+    ("sm_90a", "attention_forward", 256, 256, False, "", ""): Measured(
         (("block_q", 128), ("block_kv", 80)),
         12,
         (2, 2),
@@ -116,7 +122,7 @@ TABLE: dict[Key, Measured] = {
         "python -m flashgen tune --direction fwd --head-dim 256 --full --preset full --rounds 3",
         traits=("persistent", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 256, 256, False, "short"): Measured(
+    ("sm_90a", "attention_forward", 256, 256, False, "", "short"): Measured(
         (("block_q", 128), ("block_kv", 64)),
         12,
         (2, 2),
@@ -125,7 +131,7 @@ TABLE: dict[Key, Measured] = {
         traits=("persistent", "in turns", "guessed maximum"),
         limit=512,
     ),
-    ("sm_90a", "attention_forward", 256, 256, True, ""): Measured(
+    ("sm_90a", "attention_forward", 256, 256, True, "", ""): Measured(
         (("block_q", 128), ("block_kv", 80)),
         12,
         (2, 2),
@@ -136,9 +142,37 @@ TABLE: dict[Key, Measured] = {
 }
 
 
+def kind(spec: Spec) -> str:
+    """What the mask and score functions are: their names, without the numbers in them; "" where there are none.
+
+    window=(1024, 0) is "window", softcap=50.0 "softcap", both "window_softcap", scores.bias of bfloat16 "bias_bf16": a
+    line for one size is taken for all. What a user wrote has the name of its text, which no line has.
+    """
+    return "_".join(word for function in (spec.mask, spec.score) if function for word in _words(function))
+
+
+def _words(function: Function) -> Iterator[str]:
+    """The words of a function's name, and the types of its arrays, which are part of it."""
+    types = {array.dtype.cuda for array in function.arrays}
+    for word in function.name.split("_"):
+        bare = word if word in types else re.split(r"\d", word)[0]
+        if bare:
+            yield bare
+
+
 def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:
-    """The measured choice for a kernel, or None; the usual one for a length without a line of its own."""
-    return TABLE.get(_key(kernel, spec, arch)) or TABLE.get(_key(kernel, replace(spec, length=""), arch))
+    """The measured choice for a kernel, or None; the usual one for a length without a line of its own.
+
+    Functions of a kind without lines take the line without functions.
+    """
+    kinds = (kind(spec), "") if spec.mask or spec.score else ("",)
+    keys = (_key(kernel, replace(spec, length=length), arch, of) for of in kinds for length in (spec.length, ""))
+    return next((TABLE[key] for key in keys if key in TABLE), None)
+
+
+def has_own(kernel: str, spec: Spec, arch: Arch) -> bool:
+    """True where `lookup` gives a line for functions of this very kind."""
+    return any(_key(kernel, replace(spec, length=length), arch) in TABLE for length in (spec.length, ""))
 
 
 def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
@@ -155,8 +189,11 @@ def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
 
 
 def _measured(spec: Spec) -> bool:
-    """True for what lengths were measured with: one head a tile, sequences of one length, no functions, no dropout."""
-    return not (spec.mask or spec.score or spec.packed > 1 or spec.varlen or spec.dropout)
+    """True for what lengths were measured with: one head a tile, sequences of one length, no dropout.
+
+    Functions have lines of their kind, or none.
+    """
+    return not (spec.packed > 1 or spec.varlen or spec.dropout)
 
 
 def by_length(kernel: str, spec: Spec, arch: Arch) -> list[str]:
@@ -186,5 +223,7 @@ def line(kernel: str, spec: Spec, arch: Arch, candidate: Candidate, figure: str,
     return f"    {_key(kernel, spec, arch)!r}: Measured(\n{text}    ),".replace("'", '"')
 
 
-def _key(kernel: str, spec: Spec, arch: Arch) -> Key:
-    return arch.name, kernel, spec.head_dim, spec.head_dim_v, spec.causal, spec.length
+def _key(kernel: str, spec: Spec, arch: Arch, functions: str | None = None) -> Key:
+    """functions: their kind; that of the spec where None."""
+    of = kind(spec) if functions is None else functions
+    return arch.name, kernel, spec.head_dim, spec.head_dim_v, spec.causal, of, spec.length
