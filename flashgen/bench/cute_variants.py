@@ -25,7 +25,7 @@ def keywords(cell: Cell, changed: Modification) -> dict[str, Any]:
     """What `flash_attn_func` gets beside q, k, v for a cell whose variant is "alibi" or "document"."""
     if cell.variant == "alibi":
         return {"causal": True, "score_mod": sloped(cell.heads), "score_mod_bwd": unchanged}
-    ids = changed.options["mask_aux"][0]
+    ids = changed.arrays["mask_aux"][0]
     return {"causal": False, "mask_mod": earlier_in_document, "aux_tensors": [ids]} | blocks(cell, changed, ids.device)
 
 

@@ -138,7 +138,7 @@ def packed(cell: Cell, device: str) -> Modification:
     def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return ids[q_idx] == ids[kv_idx]
 
-    return Modification(told, told, mask=same, lengths=tuple(lengths))
+    return Modification(told, keywords=told, mask=same, lengths=tuple(lengths))
 
 
 VARIANTS: dict[str, Callable[[Cell, str], Modification]] = {

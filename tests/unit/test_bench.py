@@ -139,6 +139,7 @@ def small(monkeypatch):
     monkeypatch.setattr(grid, "TOKENS", 64)
     monkeypatch.setattr(grid, "CHANNELS", 32)
     monkeypatch.setattr(measure, "CHANNELS", 32)
+    variants.modification.cache_clear()  # the cells of one test have other sizes than those of another
 
 
 def harness(clock=None, rounds=5):

@@ -277,7 +277,7 @@ def test_a_wide_backward_has_two_kernels_with_candidates():
     assert [p.arch.name for p in candidates.problems("bwd", 256, True, parse_arch("sm_80"))] == ["sm_80"]
 
 
-@pytest.mark.parametrize("variant", variants.VARIANTS)
+@pytest.mark.parametrize("variant", variants.OF_ONE_LENGTH)
 def test_the_problem_of_a_variant_is_what_a_call_with_it_is(monkeypatch, variant):
     """Its spec, by the types of the variant's arrays; and its numbers, on the interpreter."""
     for name, value in (("TOKENS", 24), ("CHANNELS", 32)):
@@ -286,7 +286,7 @@ def test_the_problem_of_a_variant_is_what_a_call_with_it_is(monkeypatch, variant
     (problem,) = candidates.problems("fwd", 16, cell.causal, ARCH, variant)
     changed = variants.modification(cell, "cpu")
     aux = {name: changed.arrays.get(name) for name in ("mask_aux", "score_aux")}
-    assert flashgen.compile(16, cell.causal, **changed.options)._for(**aux)[0].spec == problem.spec
+    assert flashgen.compile(16, cell.causal, **changed.options).resolve(**aux)[0].spec == problem.spec
     (peer,) = candidates.entrants(problem, ARCH, 1)[:1]
     peer.kernel.target = "interpret"
     inputs = measure.make_inputs(cell, "cpu", 0)
@@ -295,7 +295,7 @@ def test_the_problem_of_a_variant_is_what_a_call_with_it_is(monkeypatch, variant
 
 
 def test_a_variant_has_candidates_with_a_guess_of_the_maximum_and_without():
-    for variant in variants.VARIANTS:
+    for variant in variants.OF_ONE_LENGTH:
         (problem,) = candidates.problems("fwd", 64, variants.CAUSAL[variant], ARCH, variant)
         offered = [peer.verdict.candidate for peer in candidates.entrants(problem, ARCH, None)]
         guessed = [one for one in offered if "guessed maximum" in one.traits]
@@ -303,7 +303,7 @@ def test_a_variant_has_candidates_with_a_guess_of_the_maximum_and_without():
         assert ("guessed maximum" in problem.plan().candidate.traits) == (variant != "alibi")
 
 
-@pytest.mark.parametrize("variant", variants.VARIANTS)
+@pytest.mark.parametrize("variant", variants.OF_ONE_LENGTH)
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_what_a_call_with_a_variant_launches_is_among_the_candidates(monkeypatch, head_dim, variant):
     monkeypatch.undo()  # the table as it is
