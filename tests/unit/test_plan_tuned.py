@@ -7,7 +7,7 @@ from verdicts import SMALLEST, judged
 
 from flashgen import build, masks, scores, variants
 from flashgen.attention import backward, forward
-from flashgen.bench.variants import VARIANTS, functions
+from flashgen.bench.variants import OF_ONE_LENGTH, functions
 from flashgen.ir.dtype import F32
 from flashgen.plan import planner, tuned
 from flashgen.plan.arch import parse_arch
@@ -59,7 +59,7 @@ def of_variant(variant, causal=True):
     return {"causal": causal, "mask": mask, "score": score}
 
 
-KINDS = {tuned.kind(Spec(**of_variant(name))): name for name in ("", *VARIANTS)}  # what `tune` gives lines for
+KINDS = {tuned.kind(Spec(**of_variant(name))): name for name in ("", *OF_ONE_LENGTH)}  # what `tune` gives lines for
 
 
 def ill_fitting(table):
@@ -218,10 +218,10 @@ def line_for(spec, kernel, wanted, **more):
     return {key: replace(line, **more)}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", OF_ONE_LENGTH)
 def test_functions_take_the_line_of_their_kind(monkeypatch, variant):
     spec = Spec(64, 64, **of_variant(variant))
-    kernel, others = forward.forward(spec), [Spec(64, 64, **of_variant(name)) for name in VARIANTS if name != variant]
+    kernel, others = forward.forward(spec), [Spec(64, 64, **of_variant(name)) for name in OF_ONE_LENGTH if name != variant]
     usual = planner.plan(kernel, spec, HOPPER)
     before = [planner.plan(forward.forward(other), other, HOPPER) for other in others]
     wanted = next(v.candidate for v in usual.verdicts if not v.rejection and v.candidate.blocks[0][1] == 64)
