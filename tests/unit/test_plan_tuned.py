@@ -221,7 +221,10 @@ def line_for(spec, kernel, wanted, **more):
 @pytest.mark.parametrize("variant", OF_ONE_LENGTH)
 def test_functions_take_the_line_of_their_kind(monkeypatch, variant):
     spec = Spec(64, 64, **of_variant(variant))
-    kernel, others = forward.forward(spec), [Spec(64, 64, **of_variant(name)) for name in OF_ONE_LENGTH if name != variant]
+    kernel, others = (
+        forward.forward(spec),
+        [Spec(64, 64, **of_variant(name)) for name in OF_ONE_LENGTH if name != variant],
+    )
     usual = planner.plan(kernel, spec, HOPPER)
     before = [planner.plan(forward.forward(other), other, HOPPER) for other in others]
     wanted = next(v.candidate for v in usual.verdicts if not v.rejection and v.candidate.blocks[0][1] == 64)
