@@ -293,7 +293,7 @@ def backward_dq(spec: Spec) -> Kernel:
             Copy("lse_row", Window("lse_log2", (Var("batch"), HEAD, Q_START))),
             Copy("delta_row", Window("delta", (Var("batch"), HEAD, Q_START))),
             Fill("dq_acc", Const(0.0)),
-            *_dq_steps(spec),
+            *parts.over_keys(spec, HEAD, _dq_only_step(spec)),
             *_store_dq(spec),
         ),
     )
@@ -322,14 +322,6 @@ def _backward_dq_buffers(spec: Spec) -> tuple[Buffer, ...]:
         *parts.arrays(spec),
         *((lists.KEYS,) if spec.listed else ()),
     )
-
-
-def _dq_steps(spec: Spec) -> tuple[Stmt, ...]:
-    """The blocks of keys, as in the forward."""
-    if spec.listed:
-        return lists.over_keys(HEAD, _dq_only_step(spec))
-    start = Let("kv_start", KV_BLOCK * BLOCK_KV)
-    return (For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), (start, *_dq_only_step(spec))),)
 
 
 def _dq_only_step(spec: Spec) -> tuple[Stmt, ...]:

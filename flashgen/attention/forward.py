@@ -16,22 +16,19 @@ import math
 from flashgen.attention import dropout, lists, parts, sinks
 from flashgen.attention.parts import (
     BATCHES,
-    BLOCK_KV,
     GROUP,
     HEAD,
     HEAD_BLOCK,
     HEAD_KV,
-    KV_BLOCK,
     KV_START,
     Q_BLOCK,
     Q_START,
-    SEQLEN_K,
     SEQLEN_Q,
 )
 from flashgen.attention.varlen import of_sequences
 from flashgen.ir.dtype import F32
 from flashgen.ir.expr import NEG_INF, Cast, Const, I, J, ceil_div, exp2, load, log, select
-from flashgen.ir.nodes import Axis, Buffer, Copy, Fill, For, Gemm, Kernel, Let, Level, Map, RowReduce, Scalar, Stmt
+from flashgen.ir.nodes import Axis, Buffer, Copy, Fill, Gemm, Kernel, Let, Level, Map, RowReduce, Scalar, Stmt
 from flashgen.spec import Spec
 
 NAME = "attention_forward"
@@ -63,7 +60,7 @@ def forward(spec: Spec) -> Kernel:
             Fill("row_max", NEG_INF),
             Fill("row_sum", Const(0.0)),
             Fill("offset", Const(0.0)),
-            *_steps(spec),
+            *parts.over_keys(spec, HEAD // spec.packed, _step(spec)),
             *_epilogue(spec),
         ),
     )
@@ -99,14 +96,6 @@ def _buffers(spec: Spec) -> tuple[Buffer, ...]:
         *parts.sinks(spec),
         *((lists.KEYS,) if spec.listed else ()),
     )
-
-
-def _steps(spec: Spec) -> tuple[Stmt, ...]:
-    """The blocks of keys: all of them, or those that are listed for the queries of the tile."""
-    if spec.listed:
-        return lists.over_keys(HEAD // spec.packed, _step(spec))
-    start = Let("kv_start", KV_BLOCK * BLOCK_KV)
-    return (For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), (start, *_step(spec))),)
 
 
 def _step(spec: Spec) -> tuple[Stmt, ...]:

@@ -19,13 +19,14 @@ from flashgen.ir.expr import (
     Unary,
     Var,
     by_element,
+    ceil_div,
     load,
     rebuild,
     select,
     substitute,
     variables,
 )
-from flashgen.ir.nodes import Axis, Buffer, Map, Scalar, Space, Stmt, Window
+from flashgen.ir.nodes import Axis, Buffer, For, Let, Map, Scalar, Space, Stmt, Window
 from flashgen.spec import Spec
 
 BATCH, HEAD, HEAD_KV, HEAD_BLOCK = Var("batch"), Var("head"), Var("head_kv"), Var("head_block")
@@ -97,6 +98,14 @@ def masked(spec: Spec, transposed: bool = False, queries: bool = False) -> Stmt:
     """The scores of hidden elements become -inf; of a listed block only where its entry says that there are some."""
     expr = select(visible(spec, transposed, queries), load("s", I, J), NEG_INF)
     return lists.masked(expr) if spec.listed else Map("s", expr, note="mask")
+
+
+def over_keys(spec: Spec, head: Expr, step: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """The step for each block of keys: all of them, or those listed for a block of queries; head: the list's."""
+    if spec.listed:
+        return lists.over_keys(head, step)
+    start = Let("kv_start", KV_BLOCK * BLOCK_KV)
+    return (For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), (start, *step)),)
 
 
 CAUSAL = trace.mask(masks.causal)
