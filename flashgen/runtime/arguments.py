@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +101,9 @@ def check_reach(strides: tuple[tuple[int, int, int], ...]) -> None:
             raise ValueError(f"{name}'s rows lie {row} elements apart, over 2^31 - 1; call .contiguous() on it")
 
 
-def check_device(name: str, library: Library, arrays: Mapping[str, Any]) -> None:
-    """ValueError unless the array of this name is where q is."""
-    if library.device(arrays[name]) != library.device(arrays["q"]):
+def check_device(name: str, library: Library, array: Any, device: int | None) -> None:
+    """ValueError unless the array of this name is on the device, which is that of q."""
+    if library.device(array) != device:
         raise ValueError(f"{shown(name)} is on another device than q; move it to that of q, k and v")
 
 
@@ -159,7 +158,7 @@ def check_results(spec: Spec, library: Library, o_shape: tuple, lse_shape: tuple
             raise ValueError(f"{name} has shape {tuple(array.shape)}; give it that of the forward's {like}, {shape}")
         if library.dtype_name(array) != dtype:
             raise ValueError(f"{name} is {library.dtype_name(array)} but this kernel takes {dtype}; cast it to that")
-        check_device(name, library, arrays)
+        check_device(name, library, array, library.device(arrays["q"]))
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashgen.ir.dtype import DType
 from flashgen.ir.expr import variables
-from flashgen.runtime.arguments import Problem, shown
+from flashgen.runtime.arguments import Problem, check_device, shown
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.runtime.launch import MAX_BLOCKS
 from flashgen.spec import Spec
@@ -80,8 +80,7 @@ def check_arrays(
             )
         if len(array.shape) != item.rank:
             raise ValueError(f"{name} has {len(array.shape)} dimensions but is indexed by {item.rank}; reshape it")
-        if library.device(array) != device:
-            raise ValueError(f"{name} is on another device than q; move it to that of q, k and v")
+        check_device(item.name, library, array, device)
         if 0 in array.shape and has_elements:
             raise ValueError(f"{name} has shape {tuple(array.shape)}, without an element to read; give it some")
 

@@ -79,7 +79,7 @@ def _count(library: Library, arrays: Mapping[str, Any]) -> int:
             raise ValueError(f"{name} has {len(array.shape)} dimensions and needs 1, a number for each sequence")
         if array.shape[0] > 1 and library.strides(array)[0] != 1:
             raise ValueError(f"{name} is not contiguous; call .contiguous() on it")
-        check_device(name, library, arrays)
+        check_device(name, library, array, library.device(arrays["q"]))
     count, other = (arrays[name].shape[0] for name in OFFSETS)
     if count != other:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k have {count} and {other} elements; give both batch + 1")

@@ -35,4 +35,4 @@ def check(problem: Problem, library: Library, arrays: Mapping[str, Any]) -> None
         raise ValueError(
             f"sinks has shape {tuple(sinks.shape)}; give it one number for each head of q, ({problem.heads},)"
         )
-    check_device("sinks", library, arrays)
+    check_device("sinks", library, sinks, library.device(arrays["q"]))
