@@ -20,6 +20,7 @@ from flashgen.ir.expr import (
     Var,
     by_element,
     ceil_div,
+    conjuncts,
     load,
     rebuild,
     select,
@@ -124,15 +125,9 @@ def visible(spec: Spec, transposed: bool = False, queries: bool = False) -> Expr
         mask = mask & (arguments["q_idx"] < SEQLEN_Q)
     for function in (CAUSAL if spec.causal else None, spec.mask):
         if function is not None:
-            for part in _conjuncts(substitute(function.expr, arguments)):
+            for part in conjuncts(substitute(function.expr, arguments)):
                 mask = mask & part
     return mask
-
-
-def _conjuncts(mask: Expr) -> tuple[Expr, ...]:
-    if isinstance(mask, Binary) and mask.op == "&":
-        return _conjuncts(mask.x) + _conjuncts(mask.y)
-    return (mask,)
 
 
 def arguments_of(spec: Spec, transposed: bool) -> dict[str, Expr]:

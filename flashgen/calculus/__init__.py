@@ -2,10 +2,12 @@
 
 from flashgen.calculus.derivatives import derivative, tame
 from flashgen.calculus.intervals import (
+    Ranges,
     Term,
     affine,
     extreme,
     grows,
+    limits,
     loop_limits,
     orders,
     somewhere_hidden,
@@ -13,11 +15,13 @@ from flashgen.calculus.intervals import (
 )
 
 __all__ = [
+    "Ranges",
     "Term",
     "affine",
     "derivative",
     "extreme",
     "grows",
+    "limits",
     "loop_limits",
     "orders",
     "somewhere_hidden",

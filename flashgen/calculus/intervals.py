@@ -214,7 +214,7 @@ def loop_limits(
 
     inner: variables that limits must not depend on.
     """
-    first, last = _limits(mask, loop, ranges, variables(start) | variables(stop), inner)
+    first, last = limits(mask, loop, ranges, variables(start) | variables(stop), inner)
     return (
         start if first is None else maximum(start, first),
         stop if last is None else minimum(stop, last),
@@ -227,7 +227,7 @@ def grows(mask: Expr, loop: str, place: str) -> bool:
     Tile coordinates i and j count as 0: of these only the sign matters here.
     """
     corner = {"i": (Const(0), Const(0)), "j": (Const(0), Const(0))}
-    first, last = _limits(mask, loop, corner, set(), frozenset())
+    first, last = limits(mask, loop, corner, set(), frozenset())
     varies = [limit is not None and place in variables(limit) for limit in (first, last)]
     return varies == [False, True]
 
@@ -235,10 +235,13 @@ def grows(mask: Expr, loop: str, place: str) -> bool:
 Limits = tuple[Expr | None, Expr | None]
 
 
-def _limits(mask: Expr, loop: str, ranges: Ranges, known: set[str], inner: frozenset[str]) -> Limits:
-    """The first block with a visible element and the one behind the last; None where no such limit is known."""
+def limits(mask: Expr, loop: str, ranges: Ranges, known: set[str], inner: frozenset[str] = frozenset()) -> Limits:
+    """The first block with a visible element and the one behind the last; None where no such limit is known.
+
+    known, inner: limits that depend on nothing but `known`, or on one of `inner`, are left out.
+    """
     if isinstance(mask, Binary) and mask.op in "&|":
-        one, other = (_limits(part, loop, ranges, known, inner) for part in (mask.x, mask.y))
+        one, other = (limits(part, loop, ranges, known, inner) for part in (mask.x, mask.y))
         within = mask.op == "&"
         later, earlier = (maximum, minimum) if within else (minimum, maximum)
         return _joined(one[0], other[0], later, within), _joined(one[1], other[1], earlier, within)
@@ -264,10 +267,10 @@ def _order_limits(compare: Compare, loop: str, ranges: Ranges, known: set[str], 
     if loop not in terms:
         return None, None
     factor = terms[loop].factor
-    limits = variables(rest) - variables(factor)
-    if limits and limits <= known:  # such as the end of the keys, where the loop stops already
+    names = variables(rest) - variables(factor)
+    if names and names <= known:  # such as the end of the keys, where the loop stops already
         return None, None
-    if limits & inner:
+    if names & inner:
         return None, None
     if terms[loop].sign < 0:
         return None, maximum(rest + factor, 0) // factor

@@ -287,6 +287,9 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
     if isinstance(stmt, sm90.WaitFull | sm90.WaitEmpty):
         kind = "full" if isinstance(stmt, sm90.WaitFull) else "empty"
         return {kind: _barrier(stmt.tile, kind, names), "parity": names.uniform(stmt.parity)}
+    if isinstance(stmt, sm90.PassOver):
+        full, empty = (_barrier(stmt.tile, kind, names) for kind in ("full", "empty"))
+        return {"full": full, "empty": empty, "parity": names.uniform(stmt.parity)}
     if isinstance(stmt, sm90.ArriveFull):
         return {"full": _barrier(stmt.tile, "full", names)}
     if isinstance(stmt, sm90.ArriveEmpty):

@@ -211,6 +211,7 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.WaitFull: mbarriers.wait_full,
     sm90.WaitEmpty: mbarriers.wait_empty,
     sm90.ArriveEmpty: mbarriers.arrive_empty,
+    sm90.PassOver: mbarriers.pass_over,
     sm90.ArriveFull: mbarriers.arrive_full,
     sm90.HandOver: _guarded(mbarriers.hand_over),
     sm90.TakeOver: _guarded(mbarriers.take_over),

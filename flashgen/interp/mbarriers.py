@@ -69,7 +69,7 @@ def take_over(block: Block, warp: Warp, stmt: sm90.TakeOver) -> None:
     block.trace.shared(block.plan.arch, block.shared.nbytes(stmt.src.buffer, value.size))
 
 
-def wait_full(block: Block, warp: Warp, stmt: sm90.WaitFull) -> Steps:
+def wait_full(block: Block, warp: Warp, stmt: sm90.WaitFull | sm90.PassOver) -> Steps:
     phases, parity = phases_of(block, warp, stmt.tile), warp.uniform(stmt.parity)
     yield Waiting(lambda: phases.full % 2 != parity)
     for copy in phases.flying:
@@ -86,7 +86,7 @@ def wait_empty(block: Block, warp: Warp, stmt: sm90.WaitEmpty) -> Steps:
         block.shared.release(block.access(warp, stmt, replace(stmt.tile, buffer=name)))
 
 
-def arrive_empty(block: Block, warp: Warp, stmt: sm90.ArriveEmpty) -> None:
+def arrive_empty(block: Block, warp: Warp, stmt: sm90.ArriveEmpty | sm90.PassOver) -> None:
     phases = phases_of(block, warp, stmt.tile)
     place = stmt.tile.buffer, warp.uniform(stmt.tile.stage)
     for product, _ in state(block).products[warp.index]:
@@ -97,6 +97,11 @@ def arrive_empty(block: Block, warp: Warp, stmt: sm90.ArriveEmpty) -> None:
         raise hazard(warp, stmt, f"{stmt.tile.buffer} is released without a wait for what landed in this stage")
     phases.seen.discard(warp.index)
     phases.empty += _arrived(block, warp, stmt, phases.arrived, stmt.tile.buffer, "empty")
+
+
+def pass_over(block: Block, warp: Warp, stmt: sm90.PassOver) -> Steps:
+    yield from wait_full(block, warp, stmt)
+    arrive_empty(block, warp, stmt)
 
 
 def _arrived(block: Block, warp: Warp, stmt: Stmt, before: set[int], name: str, kind: str) -> bool:

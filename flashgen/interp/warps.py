@@ -73,7 +73,9 @@ class Block:
         self.buffers: dict[str, Buffer] = {buffer.name: buffer for buffer in kernel.buffers}
         self.sizes = plan.sizes
         self.shared = SharedMemory(kernel, plan)
-        self.warps = [Warp(index, {**names, "warp": index}, arrays) for index in range(plan.warps)]
+        self.warps = [
+            Warp(index, {**names, "warp": index, "warpgroup": index // 4}, arrays) for index in range(plan.warps)
+        ]
         divided = any(buffer.first_warp for buffer in kernel.buffers)
         self.holders = 4 if divided else plan.computing_warps  # of a register buffer: all, or a warpgroup's four
         self.arrived: dict[int, Stmt] = {}

@@ -226,6 +226,13 @@ def maximum(x: Operand, y: Operand) -> Expr:
     return binary("max", x, y)
 
 
+def conjuncts(condition: Expr) -> tuple[Expr, ...]:
+    """The conditions of which all hold where this one does."""
+    if isinstance(condition, Binary) and condition.op == "&":
+        return conjuncts(condition.x) + conjuncts(condition.y)
+    return (condition,)
+
+
 def select(condition: Expr, x: Operand, y: Operand) -> Expr:
     """`x` where the condition holds, else `y`."""
     return Select(condition, wrap(x), wrap(y))

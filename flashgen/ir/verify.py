@@ -8,7 +8,7 @@ from flashgen.ir.nodes import Accumulate, Copy, Fill, For, Gemm, If, Kernel, Let
 from flashgen.ir.visit import Body, statements
 
 TILE_STATEMENTS = (For, If, Let, Note, Copy, Fill, Gemm, Map, RowReduce, Accumulate)
-RESERVED = {"i", "j"}
+RESERVED = {"i", "j", "warpgroup"}  # the element of a Map, and who executes a statement of the sm90 family
 
 
 class VerifyError(ValueError):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 
-from flashgen.calculus import loop_limits, somewhere_hidden
-from flashgen.ir.expr import NEG_INF, Const, Expr, I, J, Load, Select, Var, substitute
+from flashgen.calculus import Ranges, limits, loop_limits, somewhere_hidden
+from flashgen.ir.expr import NEG_INF, Const, Expr, I, J, Load, Select, Var, conjuncts, substitute
 from flashgen.ir.nodes import For, If, Kernel, Let, Map, Stmt
 from flashgen.ir.visit import Body, inline_lets, rewrite_kernel, statements
 from flashgen.plan.plan import Plan
@@ -44,21 +45,39 @@ def skip_blocks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
 
 
 def guard_masks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
-    """Mask only tiles on a boundary, where it is known which these are.
+    """Mask only tiles on a boundary, where it is known which these are; a left one by itself, and a right one.
 
     Invariant: where the guard does not hold, the mask is true for every element of the tile.
     """
 
-    def change(stmt: Stmt) -> Stmt:
+    def change(stmt: Stmt) -> Stmt | Body:
         if not is_mask(stmt):
             return stmt
-        assert isinstance(stmt, Map)
-        guard = somewhere_hidden(_condition(stmt), _ranges(kernel, stmt))
-        if guard is None:
-            return replace(stmt, note="no tile is known to be wholly visible")
-        return If(guard, (replace(stmt, note=""),), note="only tiles on a boundary are masked")
+        assert isinstance(stmt, Map) and isinstance(stmt.expr, Select)
+        result = []
+        for side in _sides(stmt.expr.condition, _ranges(kernel, stmt)):
+            guard = somewhere_hidden(side, _ranges(kernel, stmt))
+            if guard is None:
+                return replace(stmt, note="no tile is known to be wholly visible")
+            masked = replace(stmt, expr=replace(stmt.expr, condition=side), note="")
+            result.append(If(guard, (masked,), note="only tiles on a boundary are masked"))
+        return tuple(result)
 
     return rewrite_kernel(kernel, change)
+
+
+def _sides(condition: Expr, ranges: Ranges) -> tuple[Expr, ...]:
+    """What ends the columns of a row, and what begins them, where the condition is nothing else: of a window's tiles
+    few are on both boundaries, and one comparison an element does for the others (head_dim 64: 1 to 6 % of the time).
+    """
+    ending: list[Expr] = []
+    beginning: list[Expr] = []
+    for part in conjuncts(condition):
+        first, last = limits(part, J.name, {I.name: ranges[I.name]}, set())
+        if (first is None) == (last is None):
+            return (condition,)
+        (ending if first is None else beginning).append(part)
+    return tuple(reduce(lambda x, y: x & y, side) for side in (ending, beginning) if side)
 
 
 def is_mask(stmt: Stmt) -> bool:
@@ -81,7 +100,7 @@ def _condition(stmt: Map) -> Expr:
     return stmt.expr.condition
 
 
-def _ranges(kernel: Kernel, stmt: Map) -> dict[str, tuple[Expr, Expr]]:
+def _ranges(kernel: Kernel, stmt: Map) -> Ranges:
     """Tile coordinates and their ranges."""
     shape = kernel.buffer(stmt.dst).shape
     return {name: (Const(0), Var(dim) - 1) for name, dim in zip("ij", shape, strict=True)}

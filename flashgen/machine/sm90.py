@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashgen.ir.expr import Expr
+from flashgen.ir.expr import Expr, Var
 from flashgen.ir.nodes import Place, Stmt, Tile, Window
 from flashgen.machine.base import MachineStmt
 
 WARPGROUP_ROWS = 64
 WARPGROUP_WARPS = 4
+WARPGROUP = Var("warpgroup")  # the number of the warpgroup that executes a statement
 PANEL = 64  # columns that TMA writes side by side, which is also the largest part of a product's columns that moves
 OWN_ROWS = "own rows"
 OWN_COLUMNS = "own columns"
@@ -115,6 +116,20 @@ class ArriveEmpty(Sm90Stmt):
     tile: Tile
     NAME = "arrive_empty"
     NEEDS = "no product in flight reads this stage"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
+class PassOver(Sm90Stmt):
+    """This warp has no use for what lands in this stage: it waits for that, and releases the stage unread.
+
+    Without the wait a warp could release a stage twice before the others have released it once.
+    """
+
+    tile: Tile
+    parity: Expr
+    NAME = "pass_over"
+    NEEDS = "a load of this stage is issued, or will be"
     ORDERS = True
 
 

@@ -108,8 +108,9 @@ class Plan:
     producer_warps: warps behind the computing ones, of which one thread loads; role_registers: of the two roles.
     mbarriers: names and counts of those behind the tiles. covered_by_output: tiles over which O lies on its way out.
     keys_in_cache: keys (with their values) of which a third of the L2 is full.
-    packed: query heads that share a tile of queries. variants: a sentence for each other
-    kernel that a call may choose, and for each part of the mask that is not known for whole tiles.
+    packed: query heads that share a tile of queries. own_blocks: each warpgroup ends with the last block of keys that
+    its own rows see. variants: a sentence for each other kernel that a call may choose, and for each part of the mask
+    that is not known for whole tiles.
     """
 
     kernel: str
@@ -127,6 +128,7 @@ class Plan:
     covered_by_output: tuple[str, ...] = ()
     keys_in_cache: int = 0
     packed: int = 1
+    own_blocks: bool = False
     variants: tuple[str, ...] = field(default=(), compare=False)
     source: str = "cost model"
     verdicts: tuple[Verdict, ...] = field(default=(), repr=False, compare=False)
@@ -207,6 +209,8 @@ class Plan:
         if self.packed > 1:
             rows = self.sizes["block_q"]
             lines.append(f"  {self.packed} query heads share a tile, {rows // self.packed} queries of each")
+        if self.own_blocks:
+            lines.append("  each warpgroup ends with the last block of keys that its own rows see")
         lines.append(
             f"  {self.threads} threads, about {self.registers} registers each, {self.min_blocks} a multiprocessor"
         )

@@ -42,6 +42,9 @@ FIXED_ORDER = 1.01
 # The time with Q in two stages, so that the next tile's is loaded early, where one takes 1: 0.9 to 1 at 512 and 1024,
 # 0.96 to 1.04 from 2048 on (an H200, head_dim 64 and 128).
 Q_AHEAD = 0.99
+# Three computing warpgroups: 1.01 to 1.07 times as fast where each ends with its own last block (an H200, head_dim 64
+# causal, 16k to 512). Two, whose rows mostly see as many blocks: 0.98 to 1.
+OWN_BLOCKS_WARPS = 16
 GUESS = "guessed maximum"
 # The time without a guess, where that with one takes 1: 1.02 to 1.12 (an H200, docs/benchmarks.md, 2026-11-30).
 NO_GUESS = 1.06
@@ -101,8 +104,15 @@ def make(
         covered_by_output=covered,
         keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
         packed=heads_in_tile(kernel),
+        own_blocks=_differs_by_rows(kernel) and candidate.warps == OWN_BLOCKS_WARPS,
         variants=(PACKING,) * (heads_in_tile(kernel) == 1) + (RISING,) * _warned(kernel, candidate),
     )
+
+
+def _differs_by_rows(kernel: Kernel) -> bool:
+    """True where later rows of a tile may see later blocks of keys than its first ones, which are no lists."""
+    axis = kernel.axes[0]
+    return axis.longest_first and axis.name != ROW_BLOCK.name and not cost.listed(kernel) and heads_in_tile(kernel) == 1
 
 
 def _warned(kernel: Kernel, candidate: Candidate) -> bool:

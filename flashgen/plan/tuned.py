@@ -65,13 +65,31 @@ TABLE: dict[Key, Measured] = {
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
     ("sm_90a", "attention_forward", 64, 64, True, "", "short"): Measured(
-        (("block_q", 128), ("block_kv", 160)),
+        (("block_q", 128), ("block_kv", 128)),
         12,
         (2, 2, 2),
-        "NVIDIA H200, 2026-12-02, 212 to 296 TFLOP/s: "
+        "NVIDIA H200, 2026-12-03, 247 to 325 TFLOP/s beside 210 to 294 with 160 keys, at 512 and 1024: "
         "python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 512 --seqlen 1024 --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
         limit=1024,
+    ),
+    ("sm_90a", "attention_forward", 64, 64, True, "window", ""): Measured(
+        (("block_q", 128), ("block_kv", 128)),
+        12,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-03, 342 to 348 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --variant window --seqlen 4096 --seqlen 16384"
+        " --rounds 3",
+        traits=("dynamic", "in turns", "guessed maximum"),
+    ),
+    ("sm_90a", "attention_forward", 64, 64, True, "softcap", ""): Measured(
+        (("block_q", 192), ("block_kv", 80)),
+        16,
+        (2, 2),
+        "NVIDIA H200, 2026-12-03, 213 to 241 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --variant softcap --seqlen 4096 --seqlen 16384"
+        " --rounds 3",
+        traits=("dynamic", "in turns", "guessed maximum"),
     ),
     ("sm_90a", "attention_forward", 128, 128, False, "", ""): Measured(
         (("block_q", 128), ("block_kv", 128)),

@@ -13,7 +13,7 @@ from flashgen.interp.common import Deadlock, Hazard
 from flashgen.ir.dtype import BF16, F16
 from flashgen.ir.expr import Const, J, Var
 from flashgen.ir.nodes import If
-from flashgen.ir.visit import statements
+from flashgen.ir.visit import rewrite_kernel, statements
 from flashgen.machine.base import MapFragment
 from flashgen.machine.sm90 import (
     ArriveEmpty,
@@ -22,6 +22,7 @@ from flashgen.machine.sm90 import (
     FenceStores,
     FirstTurn,
     IfAnyLarge,
+    PassOver,
     PassTurn,
     PublishTile,
     Rescore,
@@ -73,6 +74,34 @@ def equals_tile(spec, case, kernel, chosen, seeds=(0, 1)):
     tile.run(lower.tile(forward(spec)), chosen.sizes, after, case.scalars, tile.Counter())
     slack = 3 if chosen.has("guessed maximum") else 1  # P is rounded at another scale
     return [machine_equals_tile(kernel, chosen, case, before, after, seed, slack) for seed in seeds]
+
+
+@pytest.mark.parametrize("block_kv", [64, 80, 128])
+@pytest.mark.parametrize("lengths", [(384, 384), (200, 333), (400, 130), (192, 64), (500, 200)])
+def test_each_warpgroup_ends_with_its_own_last_block(lengths, block_kv):
+    spec = Spec(64, 64, causal=True)
+    kernel, chosen = lowered(spec, warpgroups=3, block_kv=block_kv)
+    assert chosen.own_blocks
+    assert any(isinstance(stmt, PassOver) for stmt in statements(kernel.body))
+    equals_tile(spec, problem(spec, *lengths, batches=2, heads=1, heads_kv=1), kernel, chosen, seeds=(0, 1, 2))
+
+
+def test_a_block_that_is_not_passed_over_is_never_loaded_again():
+    spec = Spec(64, 64, causal=True)
+    kernel, chosen = lowered(spec, warpgroups=3, block_kv=64)
+    kernel = rewrite_kernel(
+        kernel, lambda stmt: () if isinstance(stmt, PassOver) and stmt.tile.buffer == "v_tile" else stmt
+    )
+    with pytest.raises(Deadlock, match="v_tile"):
+        run(kernel, chosen, problem(spec, 384, 384, batches=2, heads=1, heads_kv=1))
+
+
+def test_a_block_passed_over_without_its_wait_is_reported():
+    spec = Spec(64, 64, causal=True)
+    kernel, chosen = lowered(spec, warpgroups=3, block_kv=64)
+    kernel = rewrite_kernel(kernel, lambda stmt: ArriveEmpty(stmt.tile) if isinstance(stmt, PassOver) else stmt)
+    with pytest.raises(Hazard, match=r"released without a wait|arrives twice"):
+        run(kernel, chosen, problem(spec, 384, 384, batches=2, heads=1, heads_kv=1))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from staged_kernels import find
 
-from flashgen import lower
+import flashgen
+from flashgen import lower, trace
 from flashgen.attention import backward, forward, parts
 from flashgen.ir.expr import NEG_INF, Const, I, J, Var, evaluate, load, select
 from flashgen.ir.nodes import For, Gemm, If, Kernel, Let, Level, Map, Note
@@ -95,6 +96,21 @@ def test_the_guard_holds_exactly_on_boundaries(nest, causal):
                 assert holds != all(seen(causal, lengths, **{outer: position, inner: step}))
                 masked[holds] += 1
     assert all(masked.values()), "both kinds of tiles were met"
+
+
+@pytest.mark.parametrize("left", [1, 4, 7])
+def test_each_side_of_a_window_is_guarded_by_itself(left):
+    kernel = lower.tile(forward.forward(Spec(8, 8, causal=True, mask=trace.mask(flashgen.masks.window(left, 0)))))
+    met = set()
+    for seqlen_q, seqlen_k in LENGTHS:
+        for q_block in blocks((seqlen_q, seqlen_k))[0]:
+            for step, values, loop in steps_of(kernel, (seqlen_q, seqlen_k), {"q_block": q_block}):
+                ending, beginning = [bool(evaluate(s.condition, values)) for s in loop.body if isinstance(s, If)]
+                pairs = [(q_block * 4 + i + seqlen_k - seqlen_q, step * 3 + j) for i in range(4) for j in range(3)]
+                assert ending == any(kv > q or kv >= seqlen_k for q, kv in pairs)
+                assert beginning == any(kv < q - left for q, kv in pairs)
+                met.add((ending, beginning))
+    assert {(True, False), (False, True)} <= met
 
 
 @pytest.mark.parametrize("packed", [2, 4])

@@ -12,7 +12,7 @@ from flashgen.ir.visit import Body, lets_at, rewrite, substitute_stmt
 from flashgen.lower.sm90.roles import in_role
 from flashgen.lower.sm90.stages import parity
 from flashgen.machine.base import ReduceRows
-from flashgen.machine.sm90 import FirstTurn, PassTurn, WaitFull, WaitTurn, Wgmma
+from flashgen.machine.sm90 import FirstTurn, PassOver, PassTurn, WaitFull, WaitTurn, Wgmma
 from flashgen.plan.plan import Plan
 
 FIRST = "first"  # what a loop's first step loads has names of its own
@@ -86,8 +86,12 @@ def take_turns(kernel: Kernel, plan: Plan) -> Kernel:
         return kernel
 
     def change(stmt: Stmt) -> Stmt:
-        products = [at for at, inner in enumerate(getattr(stmt, "body", ())) if isinstance(inner, Wgmma)]
-        if not (isinstance(stmt, For) and products):
+        if not isinstance(stmt, For):
+            return stmt
+        if any(isinstance(inner, PassOver) for inner in stmt.body):
+            return replace(stmt, body=(WaitTurn(), PassTurn(), *stmt.body))
+        products = [at for at, inner in enumerate(stmt.body) if isinstance(inner, Wgmma)]
+        if not products:
             return stmt
         first, last = products[0], products[-1]
         issue = stmt.body[first : last + 1]

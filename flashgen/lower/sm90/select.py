@@ -76,11 +76,17 @@ def isolate_columns(kernel: Kernel, plan: Plan) -> Kernel:
     """
 
     def change(stmt: Stmt) -> Stmt:
-        if isinstance(stmt, base.MapFragment) and isinstance(stmt.expr, Select) and stmt.expr.y == NEG_INF:
+        if hides(stmt):
+            assert isinstance(stmt, base.MapFragment) and isinstance(stmt.expr, Select)
             return replace(stmt, expr=replace(stmt.expr, condition=_joined(_parts(stmt.expr.condition))))
         return stmt
 
     return rewrite_kernel(kernel, change)
+
+
+def hides(stmt: Stmt) -> bool:
+    """True for s = select(visible, s, -inf)."""
+    return isinstance(stmt, base.MapFragment) and isinstance(stmt.expr, Select) and stmt.expr.y == NEG_INF
 
 
 Part = tuple[str, Expr]  # "above" and x for j < x, "below" and x for j >= x, or "" and another condition

@@ -245,12 +245,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         settle(s);
         arrive_warp(k_tile_empty + kv_blocks_done % 2);
         // only tiles on a boundary are masked
-        if (first_kv_block * BLOCK_KV + (BLOCK_KV - 1) >= args.seqlen_k || first_kv_block * BLOCK_KV < q_start + (args.seqlen_k - args.seqlen_q) - 1024 + (BLOCK_Q - 1) || first_kv_block * BLOCK_KV + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
+        if (first_kv_block * BLOCK_KV + (BLOCK_KV - 1) >= args.seqlen_k || first_kv_block * BLOCK_KV + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
           #pragma unroll
           for (int i = 0; i < S::ROWS; ++i) {
             #pragma unroll
             for (int j = 0; j < S::COLS; ++j) {
-              s[i][j] = S::col_offset(j) < min(args.seqlen_k - first_kv_block * BLOCK_KV, q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - first_kv_block * BLOCK_KV + 1) - S::lane_col() & S::col_offset(j) >= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - 1024 - first_kv_block * BLOCK_KV - S::lane_col() ? s[i][j] : -INF;
+              s[i][j] = S::col_offset(j) < min(args.seqlen_k - first_kv_block * BLOCK_KV, q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - first_kv_block * BLOCK_KV + 1) - S::lane_col() ? s[i][j] : -INF;
+            }
+          }
+        }
+        // only tiles on a boundary are masked
+        if (first_kv_block * BLOCK_KV < q_start + (args.seqlen_k - args.seqlen_q) - 1024 + (BLOCK_Q - 1)) {
+          #pragma unroll
+          for (int i = 0; i < S::ROWS; ++i) {
+            #pragma unroll
+            for (int j = 0; j < S::COLS; ++j) {
+              s[i][j] = S::col_offset(j) >= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - 1024 - first_kv_block * BLOCK_KV - S::lane_col() ? s[i][j] : -INF;
             }
           }
         }
@@ -321,12 +331,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         wait_products<1>();
         settle(s);
         // only tiles on a boundary are masked
-        if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start < q_start + (args.seqlen_k - args.seqlen_q) - 1024 + (BLOCK_Q - 1) || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
+        if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
           #pragma unroll
           for (int i = 0; i < S::ROWS; ++i) {
             #pragma unroll
             for (int j = 0; j < S::COLS; ++j) {
-              s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & S::col_offset(j) >= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - 1024 - kv_start - S::lane_col() ? s[i][j] : -INF;
+              s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() ? s[i][j] : -INF;
+            }
+          }
+        }
+        // only tiles on a boundary are masked
+        if (kv_start < q_start + (args.seqlen_k - args.seqlen_q) - 1024 + (BLOCK_Q - 1)) {
+          #pragma unroll
+          for (int i = 0; i < S::ROWS; ++i) {
+            #pragma unroll
+            for (int j = 0; j < S::COLS; ++j) {
+              s[i][j] = S::col_offset(j) >= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - 1024 - kv_start - S::lane_col() ? s[i][j] : -INF;
             }
           }
         }
@@ -360,12 +380,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         if (any_large(p_operand)) {
           rescore<QTile, KTile, element>(s, q_tile + tiles_done % 2 * QTile::BYTES, k_tile + (kv_blocks_done + (kv_block - first_kv_block)) % 2 * KTile::BYTES);
           // only tiles on a boundary are masked
-          if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start < q_start + (args.seqlen_k - args.seqlen_q) - 1024 + (BLOCK_Q - 1) || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
+          if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
             #pragma unroll
             for (int i = 0; i < S::ROWS; ++i) {
               #pragma unroll
               for (int j = 0; j < S::COLS; ++j) {
-                s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & S::col_offset(j) >= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - 1024 - kv_start - S::lane_col() ? s[i][j] : -INF;
+                s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() ? s[i][j] : -INF;
+              }
+            }
+          }
+          // only tiles on a boundary are masked
+          if (kv_start < q_start + (args.seqlen_k - args.seqlen_q) - 1024 + (BLOCK_Q - 1)) {
+            #pragma unroll
+            for (int i = 0; i < S::ROWS; ++i) {
+              #pragma unroll
+              for (int j = 0; j < S::COLS; ++j) {
+                s[i][j] = S::col_offset(j) >= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - 1024 - kv_start - S::lane_col() ? s[i][j] : -INF;
               }
             }
           }

@@ -4,6 +4,7 @@
 // plan attention_forward for sm_90a
 //   tile q 192 x kv 80, 16 warps, 2 stages, dynamic, in turns, guessed maximum (chosen by cost model)
 //   block_q = 192, block_kv = 80, head_dim = 192, head_dim_v = 128
+//   each warpgroup ends with the last block of keys that its own rows see
 //   512 threads, about 154 registers each, 1 a multiprocessor
 //   shared memory 225456 of 232448 bytes
 //          0 ..  73728  q_tile, 1 x 73728 bytes, 384 bytes a row
@@ -230,8 +231,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       fill(row_max, -INF);
       fill(row_sum, 0.0f);
       fill(offset, 0.0f);
+      // behind the last block that the rows of this warpgroup see, or the first one
+      const int own_last_kv_block = min(last_kv_block, max(max(q_start + (args.seqlen_k - args.seqlen_q) + (warpgroup * 64 + 63) + BLOCK_KV, 0) / BLOCK_KV, 1));
       // the first step has no product to overlap with
-      if (0 < last_kv_block) {
+      if (0 < own_last_kv_block) {
         const uint32 k_tile_operand = uniform(KTile::start(k_tile + kv_blocks_done % 2 * KTile::BYTES));
         wait_barrier(k_tile_full + kv_blocks_done % 2, kv_blocks_done / 2 % 2);
         begin_products();
@@ -297,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
           }
         }
       }
-      for (int kv_block = 1; kv_block < last_kv_block; ++kv_block) {
+      for (int kv_block = 1; kv_block < own_last_kv_block; ++kv_block) {
         const int kv_start = kv_block * BLOCK_KV;
         const uint32 k_tile_operand = uniform(KTile::start(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES));
         const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (kv_block - 1)) % 2 * VTile::BYTES));
@@ -420,8 +423,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
 
       arrive_warp(q_tile_empty);
       // the product of the last step
-      if (0 < last_kv_block) {
-        const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (last_kv_block - 1)) % 2 * VTile::BYTES));
+      if (0 < own_last_kv_block) {
+        const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (own_last_kv_block - 1)) % 2 * VTile::BYTES));
         begin_products();
         #pragma unroll
         for (int k = 0; k < BLOCK_KV / 16; ++k) {
@@ -430,8 +433,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         commit_products();
         wait_products<0>();
         settle(o_acc);
-        arrive_warp(v_tile_empty + (kv_blocks_done + (last_kv_block - 1)) % 2);
+        arrive_warp(v_tile_empty + (kv_blocks_done + (own_last_kv_block - 1)) % 2);
       }
+      // what other warpgroups alone see
+      for (int kv_block = own_last_kv_block; kv_block < last_kv_block; ++kv_block) {
+        wait_turn(warpgroup);
+        pass_turn<THREADS / 128>(warpgroup);
+        wait_barrier(k_tile_full + (kv_blocks_done + kv_block) % 2, (kv_blocks_done + kv_block) / 2 % 2);
+        arrive_warp(k_tile_empty + (kv_blocks_done + kv_block) % 2);
+        wait_barrier(v_tile_full + (kv_blocks_done + kv_block) % 2, (kv_blocks_done + kv_block) / 2 % 2);
+        arrive_warp(v_tile_empty + (kv_blocks_done + kv_block) % 2);
+      }
+
       kv_blocks_done = kv_blocks_done + max(last_kv_block, 0);
       // once, not in each step
       combine_lanes<Row_sum>(row_sum);

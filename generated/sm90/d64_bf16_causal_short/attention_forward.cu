@@ -2,15 +2,15 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_90a
-//   tile q 128 x kv 160, 12 warps, 2 stages, Q ahead, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-12-02, 212 to 296 TFLOP/s: python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 512 --seqlen 1024 --rounds 3)
-//   block_q = 128, block_kv = 160, head_dim = 64, head_dim_v = 64
-//   384 threads, about 182 registers each, 1 a multiprocessor
-//   shared memory 131264 of 232448 bytes
+//   tile q 128 x kv 128, 12 warps, 2 stages, Q ahead, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-12-03, 247 to 325 TFLOP/s beside 210 to 294 with 160 keys, at 512 and 1024: python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 512 --seqlen 1024 --rounds 3)
+//   block_q = 128, block_kv = 128, head_dim = 64, head_dim_v = 64
+//   384 threads, about 158 registers each, 1 a multiprocessor
+//   shared memory 114880 of 232448 bytes
 //          0 ..  32768  q_tile, 2 x 16384 bytes, 128 bytes a row
-//      32768 ..  73728  k_tile, 2 x 20480 bytes, 128 bytes a row
-//      73728 .. 114688  v_tile, 2 x 20480 bytes, 128 bytes a row
-//     114688 .. 131072  o_tile, 1 x 16384 bytes, 128 bytes a row
-//     131072 .. 131136  next_tile, 2 x 32 bytes, 32 bytes a row
+//      32768 ..  65536  k_tile, 2 x 16384 bytes, 128 bytes a row
+//      65536 ..  98304  v_tile, 2 x 16384 bytes, 128 bytes a row
+//      98304 .. 114688  o_tile, 1 x 16384 bytes, 128 bytes a row
+//     114688 .. 114752  next_tile, 2 x 32 bytes, 32 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of p_operand: 8 along rows, 1 along columns
@@ -26,7 +26,7 @@ constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
 constexpr int PRODUCER_THREADS = 128;  // of which one loads
 constexpr int BLOCK_Q = 128;
-constexpr int BLOCK_KV = 160;
+constexpr int BLOCK_KV = 128;
 constexpr int HEAD_DIM = 64;
 constexpr int HEAD_DIM_V = 64;
 
@@ -36,34 +36,33 @@ constexpr int Q_TILE_OFFSET = 0;
 using KTile = PanelTile<BLOCK_KV, HEAD_DIM>;
 constexpr int K_TILE_OFFSET = 32768;
 using VTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
-constexpr int V_TILE_OFFSET = 73728;
+constexpr int V_TILE_OFFSET = 65536;
 using OTile = PanelTile<BLOCK_Q, HEAD_DIM_V>;
-constexpr int O_TILE_OFFSET = 114688;
-constexpr int NEXT_TILE_OFFSET = 131072;
-constexpr int K_TILE_FULL_OFFSET = 131136;
-constexpr int K_TILE_EMPTY_OFFSET = 131152;
-constexpr int V_TILE_FULL_OFFSET = 131168;
-constexpr int V_TILE_EMPTY_OFFSET = 131184;
-constexpr int Q_TILE_FULL_OFFSET = 131200;
-constexpr int Q_TILE_EMPTY_OFFSET = 131216;
-constexpr int NEXT_TILE_FULL_OFFSET = 131232;
-constexpr int NEXT_TILE_EMPTY_OFFSET = 131248;
+constexpr int O_TILE_OFFSET = 98304;
+constexpr int NEXT_TILE_OFFSET = 114688;
+constexpr int K_TILE_FULL_OFFSET = 114752;
+constexpr int K_TILE_EMPTY_OFFSET = 114768;
+constexpr int V_TILE_FULL_OFFSET = 114784;
+constexpr int V_TILE_EMPTY_OFFSET = 114800;
+constexpr int Q_TILE_FULL_OFFSET = 114816;
+constexpr int Q_TILE_EMPTY_OFFSET = 114832;
+constexpr int NEXT_TILE_FULL_OFFSET = 114848;
+constexpr int NEXT_TILE_EMPTY_OFFSET = 114864;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
 using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 8, 1>;
 
-// acc (+)= a b, 64 x 160 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x160x16_shared(float (&acc)[2][40], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %84, 0;\n"
-    "add.u32 low, %80, %81; mov.b64 a_desc, {low, 1073741888};\n"
-    "add.u32 low, %82, %83; mov.b64 b_desc, {low, 1073741888};\n"
-    "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
+// acc (+)= a b, 64 x 128 x 16 a warpgroup
+__device__ __forceinline__ void wgmma_64x128x16_shared(float (&acc)[2][32], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %68, 0;\n"
+    "add.u32 low, %64, %65; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %66, %67; mov.b64 b_desc, {low, 1073741888};\n"
+    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
       "}, a_desc, b_desc, p, 1, 1, 0, 0; }"
   :
   "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
@@ -73,9 +72,7 @@ __device__ __forceinline__ void wgmma_64x160x16_shared(float (&acc)[2][40], uint
   "+f"(acc[0][16]), "+f"(acc[0][17]), "+f"(acc[1][16]), "+f"(acc[1][17]), "+f"(acc[0][18]), "+f"(acc[0][19]), "+f"(acc[1][18]), "+f"(acc[1][19]),
   "+f"(acc[0][20]), "+f"(acc[0][21]), "+f"(acc[1][20]), "+f"(acc[1][21]), "+f"(acc[0][22]), "+f"(acc[0][23]), "+f"(acc[1][22]), "+f"(acc[1][23]),
   "+f"(acc[0][24]), "+f"(acc[0][25]), "+f"(acc[1][24]), "+f"(acc[1][25]), "+f"(acc[0][26]), "+f"(acc[0][27]), "+f"(acc[1][26]), "+f"(acc[1][27]),
-  "+f"(acc[0][28]), "+f"(acc[0][29]), "+f"(acc[1][28]), "+f"(acc[1][29]), "+f"(acc[0][30]), "+f"(acc[0][31]), "+f"(acc[1][30]), "+f"(acc[1][31]),
-  "+f"(acc[0][32]), "+f"(acc[0][33]), "+f"(acc[1][32]), "+f"(acc[1][33]), "+f"(acc[0][34]), "+f"(acc[0][35]), "+f"(acc[1][34]), "+f"(acc[1][35]),
-  "+f"(acc[0][36]), "+f"(acc[0][37]), "+f"(acc[1][36]), "+f"(acc[1][37]), "+f"(acc[0][38]), "+f"(acc[0][39]), "+f"(acc[1][38]), "+f"(acc[1][39])
+  "+f"(acc[0][28]), "+f"(acc[0][29]), "+f"(acc[1][28]), "+f"(acc[1][29]), "+f"(acc[0][30]), "+f"(acc[0][31]), "+f"(acc[1][30]), "+f"(acc[1][31])
   : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
 }
 // acc (+)= a b, 64 x 64 x 16 a warpgroup
@@ -238,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x160x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
+          wgmma_64x128x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
         }
         commit_products();
         wait_products<0>();
@@ -308,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x160x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
+          wgmma_64x128x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
         }
         commit_products();
         begin_products();
