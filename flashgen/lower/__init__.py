@@ -10,6 +10,7 @@ from flashgen.lower import barriers, loops, masks, operands, pipeline, random, r
 from flashgen.lower.sm90 import (
     bulk,
     descriptors,
+    direction,
     divide,
     guess,
     listed,
@@ -39,6 +40,7 @@ SM80_PASSES: tuple[Pass, ...] = (
     barriers.drop_redundant,
 )
 SM90_PASSES: tuple[Pass, ...] = (
+    direction.last_block_first,
     select.instructions,
     random.share_counters,
     bulk.add_in_bulk,

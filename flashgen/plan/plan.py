@@ -98,6 +98,9 @@ class Verdict:
     why: str = ""
 
 
+LAST_FIRST = "last block first"  # a trait of candidates
+
+
 @dataclass(frozen=True)
 class Plan:
     """The decisions for one kernel on one chip.

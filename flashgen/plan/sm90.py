@@ -4,8 +4,10 @@ A warpgroup owns 64 rows of queries. The register file is shared by setmaxnreg: 
 for one, two and three computing warpgroups.
 
 Traits of a candidate: "persistent" (a block takes tiles in a fixed order) or "dynamic" (it asks for its next one), "in
-turns" (the warpgroups issue their products one after the other), "guessed maximum" (softmax does not wait for maxima).
-Kernels with functions have each candidate with a guess and without.
+turns" (the warpgroups issue their products one after the other), "guessed maximum" (softmax does not wait for maxima),
+"last block first" (the blocks of keys are walked through backwards).
+Kernels with functions have each candidate with a guess and without; where scores may rise with the keys also with a
+guess and backwards, which only a measurement chooses: in what direction they rise is not known.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from flashgen.ir.visit import heads_in_tile
 from flashgen.plan import cost
 from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import tile_names
-from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
+from flashgen.plan.plan import KIB, LAST_FIRST, Candidate, Placement, Plan, Verdict
 from flashgen.plan.smem import panel_bytes
 
 ROLE_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -72,6 +74,8 @@ def candidates(kernel: Kernel) -> Iterator[Candidate]:
     guesses: tuple[tuple[str, ...], ...] = () if cost.draws(kernel) else ((GUESS,),)
     more = cost.takes_functions(kernel)
     guesses += ((),) if more else ()
+    backwards = cost.rises(kernel) and not cost.listed(kernel) and not cost.draws(kernel)
+    guesses += ((GUESS, LAST_FIRST),) if backwards else ()
     for warpgroups, block_kv, order, ahead, guess in product((1, 2, 3), BLOCKS_KV, orders, (False, True), guesses):
         if ahead and more and warpgroups == 3:
             continue  # 160 registers are too few then: 8 to 70 bytes are spilled
@@ -90,6 +94,7 @@ def make(
 ) -> Plan:
     """The plan that a candidate stands for."""
     shared, covered = allocate(sizes, candidate, arch.shared_per_block)
+    backwards = LAST_FIRST in candidate.traits
     return Plan(
         kernel=kernel.name,
         arch=arch,
@@ -104,7 +109,7 @@ def make(
         covered_by_output=covered,
         keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
         packed=heads_in_tile(kernel),
-        own_blocks=_differs_by_rows(kernel) and candidate.warps == OWN_BLOCKS_WARPS,
+        own_blocks=_differs_by_rows(kernel) and candidate.warps == OWN_BLOCKS_WARPS and not backwards,
         variants=(PACKING,) * (heads_in_tile(kernel) == 1) + (RISING,) * _warned(kernel, candidate),
     )
 

@@ -6,13 +6,13 @@ import pytest
 from attention_cases import Problem
 from lowered_cases import copies, machine_equals_tile
 
-from flashgen import lower
+from flashgen import lower, variants
 from flashgen.attention.forward import forward
 from flashgen.interp import machine, tile
 from flashgen.interp.common import Deadlock, Hazard
 from flashgen.ir.dtype import BF16, F16
-from flashgen.ir.expr import Const, J, Var
-from flashgen.ir.nodes import If
+from flashgen.ir.expr import Const, J, Var, text
+from flashgen.ir.nodes import If, Let
 from flashgen.ir.visit import rewrite_kernel, statements
 from flashgen.machine.base import MapFragment
 from flashgen.machine.sm90 import (
@@ -36,6 +36,7 @@ from flashgen.machine.sm90 import (
 )
 from flashgen.plan import planner, sm90
 from flashgen.plan.arch import parse_arch
+from flashgen.plan.plan import LAST_FIRST
 from flashgen.spec import Spec
 
 ARCH = replace(parse_arch("sm_90a"), multiprocessors=2)  # so that a block takes many tiles
@@ -84,6 +85,18 @@ def test_each_warpgroup_ends_with_its_own_last_block(lengths, block_kv):
     assert chosen.own_blocks
     assert any(isinstance(stmt, PassOver) for stmt in statements(kernel.body))
     equals_tile(spec, problem(spec, *lengths, batches=2, heads=1, heads_kv=1), kernel, chosen, seeds=(0, 1, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (70, 0)}], ids=str)
+@pytest.mark.parametrize("lengths", [(130, 130), (100, 333), (200, 90), (64, 0)])
+def test_from_the_last_block_of_keys_to_the_first(lengths, options):
+    causal, mask, score = variants.functions(**{"causal": False, **options})
+    spec = Spec(64, 64, causal=causal, mask=mask, score=score)
+    kernel, chosen = lowered(spec, warpgroups=2, traits=(*ALL, LAST_FIRST))
+    assert not chosen.own_blocks
+    kinds = [stmt for stmt in statements(kernel.body) if isinstance(stmt, Let) and stmt.name == "kv_start"]
+    assert any("-" in text(stmt.value) for stmt in kinds), "counted downwards"
+    equals_tile(spec, problem(spec, *lengths, batches=2, heads=1, heads_kv=1), kernel, chosen)
 
 
 def test_a_block_that_is_not_passed_over_is_never_loaded_again():
