@@ -34,6 +34,8 @@ def compile(
     softcap: float | None = None,
     mask_mod: Callable | None = None,
     score_mod: Callable | None = None,
+    bias: bool = False,
+    alibi: bool = False,
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
@@ -44,7 +46,8 @@ def compile(
     arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a" (Hopper's own instructions) or "sm_120"; None is the
         current GPU's own, or sm_80 without a GPU.
     target: "cuda", "interpret" (the CPU interpreter), or "auto": by where the arrays are.
-    deterministic: the backward repeats bit for bit, at the price of computing the scores twice.
+    deterministic: the backward repeats bit for bit, at the price of computing the scores twice. Gradients of arrays do
+        without it where score_mod indexes them by b, h, q_idx and kv_idx alone; others are then refused.
     window: (left, right), the keys that a query sees on both sides of the last one that `causal` would show it; None is
         any number.
     softcap: scores become softcap * tanh(score / softcap), before score_mod.
@@ -53,6 +56,9 @@ def compile(
         Python that is traced, with flashgen.where, exp, tanh and so on; the backward is derived. Further arguments of
         either are arrays, which a call brings: kernel(q, k, v, mask_aux=(...), score_aux=(...)). Until then their
         types are assumed; for others the kernel makes another of itself.
+    bias: a number from an array is added to each score: kernel(q, k, v, bias=...).
+    alibi: slope * |q_idx + seqlen_k - seqlen_q - kv_idx| is taken from each score: kernel(q, k, v, alibi_slopes=...).
+        Both come last. Arrays that the scores read get gradients: with torch, or of `Kernel.backward` with aux_grads.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
@@ -63,7 +69,7 @@ def compile(
     width = head_dim if head_dim_v is None else head_dim_v
 
     def traced(mask_dtypes: DTypes | None, score_dtypes: DTypes | None) -> Spec:
-        options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes)
+        options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes, bias, alibi)
         bottom_right, mask, score = variants.functions(causal, *options)
         return Spec(head_dim, width, parse_dtype(dtype), bottom_right, deterministic, mask=mask, score=score)
 
@@ -100,18 +106,21 @@ def attention(
     score_mod: Callable | None = None,
     mask_aux: Aux = None,
     score_aux: Aux = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
     CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux and score_aux as a kernel.
+    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, bias and alibi_slopes as a
+    kernel does.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
-    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux}
+    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "bias": bias, "alibi_slopes": alibi_slopes}
     if traced_by_torch():
         return untraced(attention)(q, k, v, causal, scale, layout, return_lse, **options, **arrays)
     library_of(q)
@@ -119,12 +128,13 @@ def attention(
     check_dimensions("q", q)
     check_dimensions("v", v)
     dims, surroundings = (q.shape[3], v.shape[3]), (current_arch(), debug.interpret())
-    if isinstance(causal, bool) and all(option is None for option in options.values()):
+    added = {"bias": bias is not None, "alibi": alibi_slopes is not None}
+    if isinstance(causal, bool) and all(option is None for option in options.values()) and True not in added.values():
         _check_layout(layout)
         kernel = _compiled(*dims, q.dtype, causal, layout, *surroundings)
     else:  # traced each time: what a function refers to may have changed
         dtype = str(q.dtype).removeprefix("torch.")
-        kernel = compile(dims[0], causal, head_dim_v=dims[1], dtype=dtype, layout=layout, **options)
+        kernel = compile(dims[0], causal, head_dim_v=dims[1], dtype=dtype, layout=layout, **options, **added)
     return kernel(q, k, v, scale=scale, return_lse=return_lse, **arrays)
 
 

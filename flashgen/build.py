@@ -9,6 +9,7 @@ from functools import cache
 
 from flashgen import debug, lower
 from flashgen.attention import backward as backward_nests
+from flashgen.attention import backward_aux as backward_aux_nest
 from flashgen.attention import forward as forward_nest
 from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
@@ -152,6 +153,14 @@ def backward_with(spec: Spec, main: Plan, dq: Plan | None = None) -> tuple[Stage
     else:
         last = follow(backward_nests.convert_dq)
     return follow(backward_nests.delta), _finish(nest, main, spec), last
+
+
+@cache
+def backward_aux(spec: Spec, arch: Arch, part: backward_aux_nest.Part) -> Stages:
+    """The kernel of one part of the gradient of an array; every chip runs the portable one."""
+    spec = replace(spec, packed=1, deterministic=False)
+    nest = backward_aux_nest.backward_aux(spec, part)
+    return _finish(nest, planner.plan(nest, spec, portable_record(arch) if arch.portable else arch), spec)
 
 
 def everything(spec: Spec, arch: Arch) -> dict[str, Stages]:

@@ -6,7 +6,7 @@ import importlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -188,38 +188,54 @@ class Kernel:
         return_lse: bool = False,
         mask_aux: Aux = None,
         score_aux: Aux = None,
+        bias: Any = None,
+        alibi_slopes: Any = None,
     ) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
 
         mask_aux, score_aux: the arrays that mask_mod and score_mod take behind the others: float32, bfloat16,
         float16 or int32, of as many dimensions as they are indexed by, with any strides.
+        bias: of a kernel with bias=True, (batch, heads, seqlen_q, seqlen_k), each of them whole or 1; missing leading
+        axes count as 1. alibi_slopes: of one with alibi=True, float32 (heads,) or (batch, heads).
+        With torch all floating-point arrays that score_mod reads, bias and alibi_slopes get gradients.
         """
+        given = {"mask_aux": mask_aux, "score_aux": score_aux, "bias": bias, "alibi_slopes": alibi_slopes}
         if traced_by_torch():
-            options = {"scale": scale, "return_lse": return_lse, "mask_aux": mask_aux, "score_aux": score_aux}
-            return untraced(self)(q, k, v, **options)
+            return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **given)
         library = library_of(q)
-        aux: dict[str, Any] = {}
-        if self._reads or mask_aux is not None or score_aux is not None:
-            aux = auxiliary.named(self.spec, mask_aux, score_aux)
+        arrays = {"q": q, "k": k, "v": v}
+        kernel = self
+        if self._reads or not (mask_aux is score_aux is bias is alibi_slopes is None):
+            kernel, aux = self._for(**given)
+            arrays |= aux
         if library.name == "torch":
             torch_ops = _torch_ops()
-            if torch_ops.needs_autograd(q, k, v, *aux.values()):
-                o, lse = torch_ops.attention(self, q, k, v, scale, mask_aux, score_aux)
+            if torch_ops.needs_autograd(*arrays.values()):
+                o, lse = torch_ops.attention(kernel, arrays, scale)
                 return (o, lse) if return_lse else o
-        o, lse = self.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
+        o, lse = kernel.forward_of(arrays, scale)
         return (o, lse) if return_lse else o
 
     def forward(
-        self, q: Any, k: Any, v: Any, *, scale: float | None = None, mask_aux: Aux = None, score_aux: Aux = None
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scale: float | None = None,
+        mask_aux: Aux = None,
+        score_aux: Aux = None,
+        bias: Any = None,
+        alibi_slopes: Any = None,
     ) -> tuple[Any, Any]:
         """o and lse, without autograd."""
+        kernel, aux = self._for(mask_aux, score_aux, bias, alibi_slopes)
+        return kernel.forward_of({"q": q, "k": k, "v": v} | aux, scale)
+
+    def forward_of(self, arrays: dict[str, Any], scale: float | None) -> tuple[Any, Any]:
+        """o and lse from q, k, v and what functions read, by their names in the kernels."""
+        q, k, v, *read = arrays.values()
         library = library_of(q)
-        arrays = {"q": q, "k": k, "v": v}
-        if self._reads or mask_aux is not None or score_aux is not None:
-            kernel, aux = self._for(mask_aux, score_aux)
-            if kernel is not self:
-                return kernel.forward(q, k, v, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
-            arrays |= aux
         bound = self._bind(library, "forward", arrays, scale)
         o = library.empty(bound.o_shape, q)
         lse = library.empty(bound.lse_shape, q, float32=True)
@@ -228,7 +244,7 @@ class Kernel:
 
             interpret.forward(self._interpreted(bound), library, self.layout, bound, arrays, (o, lse))
             return o, lse
-        pointers = library.pointers((q, k, v, o, lse, *list(arrays.values())[3:]))
+        pointers = library.pointers((q, k, v, o, lse, *read))
         bound.launches[0].launch(pointers, library.stream(bound.device), bound.device)
         return o, lse
 
@@ -245,22 +261,31 @@ class Kernel:
         scale: float | None = None,
         mask_aux: Aux = None,
         score_aux: Aux = None,
-    ) -> tuple[Any, Any, Any]:
+        bias: Any = None,
+        alibi_slopes: Any = None,
+        aux_grads: Collection[str] = (),
+    ) -> tuple[Any, ...]:
         """dq, dk, dv from the forward's inputs and outputs, the gradient of o, and (optionally) that of lse.
 
         o, dout: (batch, seqlen_q, heads, head_dim_v) in this kernel's layout and type. lse, dlse: float32
         (batch, heads, seqlen_q), dlse None for zero. Where a kernel cannot read one of these in place it is copied.
+        aux_grads: arrays of which gradients are wanted too, as "bias", "alibi_slopes" or "score_aux[0]". The result is
+        then (dq, dk, dv, gradients), the last a dict by these words, each like its array in shape and type.
         """
+        kernel, aux = self._for(mask_aux, score_aux, bias, alibi_slopes)
+        names = {word: auxiliary.differentiable(kernel.spec, word) for word in aux_grads}
+        results = {"o": o, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+        *own, found = kernel.backward_of({"q": q, "k": k, "v": v} | results | aux, scale, tuple(names.values()))
+        return (*own, {word: found[name] for word, name in names.items()}) if names else tuple(own)
+
+    def backward_of(self, arrays: dict[str, Any], scale: float | None, wanted: tuple[str, ...]) -> tuple[Any, ...]:
+        """dq, dk, dv, and the gradients of the wanted arrays, all by their names in the kernels."""
+        q, k, v = (arrays[name] for name in "qkv")
         library = library_of(q)
-        arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse}
-        if dlse is not None:
-            arrays["dlse"] = dlse
-        kernel, aux = self._for(mask_aux, score_aux)
-        if kernel is not self:
-            return kernel.backward(q, k, v, o, lse, dout, dlse, scale=scale, mask_aux=mask_aux, score_aux=score_aux)
-        arrays |= aux
         bound = self._bind(library, "backward", arrays, scale)
-        if dlse is None:
+        for name in wanted:
+            self._check_gradient(name, arrays[name], bound.problem)
+        if "dlse" not in arrays:
             arrays["dlse"] = library.zeros(bound.lse_shape, q)
         for name in bound.copied:
             arrays[name] = library.contiguous(arrays[name])
@@ -269,22 +294,57 @@ class Kernel:
         if bound.launches is None:
             from flashgen.runtime import interpret
 
-            interpret.backward(self._interpreted(bound), library, self.layout, bound, arrays)
-            return dq, dk, dv
+            hosted = interpret.backward(self._interpreted(bound), library, self.layout, bound, arrays)
+            return dq, dk, dv, self._gradients(library, bound, arrays, wanted, hosted)
         for name, shape in bound.workspaces.items():
             arrays[name] = library.empty(shape, q, float32=True)
         stream = library.stream(bound.device)
         for launch_ in bound.launches:
             pointers = library.pointers([arrays[name] for name in launch_.program.tensors])
             launch_.launch(pointers, stream, bound.device)
-        return dq, dk, dv
+        return dq, dk, dv, self._gradients(library, bound, arrays, wanted)
 
-    def _for(self, mask_aux: Aux, score_aux: Aux) -> tuple[Kernel, dict[str, Any]]:
+    def _gradients(
+        self, library: Library, bound: Call, arrays: dict[str, Any], wanted: tuple[str, ...], hosted: Any = None
+    ) -> dict[str, Any]:
+        """The gradients of arrays that the score function reads, once those of q, k and v are there."""
+        if not wanted:
+            return {}
+        from flashgen.runtime import aux_gradients
+
+        if hosted is None:
+            run = aux_gradients.launching(bound, library, arrays)
+        else:
+            run = aux_gradients.interpreting(self.spec, self.arch, bound, library, hosted)
+        every = {item.name: item for item in self.spec.arrays}
+        return {
+            name: aux_gradients.gradient(library, self.spec, every[name], arrays[name], bound.problem, run)
+            for name in wanted
+        }
+
+    def _check_gradient(self, name: str, array: Any, problem: Problem) -> None:
+        """ValueError for a gradient that this kernel does not give."""
+        from flashgen.runtime import aux_gradients
+
+        item = next(item for item in self.spec.arrays if item.name == name)
+        aux_gradients.check(self.spec, item, tuple(array.shape), problem)
+
+    def check_gradients(self, arrays: dict[str, Any], wanted: tuple[str, ...]) -> None:
+        """The same for several, before a forward whose backward is to give them."""
+        if wanted:
+            problem = check(self.spec, self.layout, library_of(arrays["q"]), *(arrays[name] for name in "qkv"))
+            auxiliary.check(self.spec, problem, library_of(arrays["q"]), arrays)
+            for name in wanted:
+                self._check_gradient(name, arrays[name], problem)
+
+    def _for(
+        self, mask_aux: Aux = None, score_aux: Aux = None, bias: Any = None, alibi_slopes: Any = None
+    ) -> tuple[Kernel, dict[str, Any]]:
         """The kernel for arrays of these types, one object for each spec; and the arrays by their names in it."""
-        arrays = auxiliary.named(self.spec, mask_aux, score_aux)
+        arrays = auxiliary.named(self.spec, mask_aux, score_aux, bias, alibi_slopes)
         if self._retrace is None:
             return self, arrays
-        types = auxiliary.dtypes("mask_aux", mask_aux), auxiliary.dtypes("score_aux", score_aux)
+        types = auxiliary.dtypes(self.spec, arrays)
         kernel = self._of_types.get(types)
         if kernel is None:
             spec = auxiliary.concrete(self.spec, self._retrace, types)
@@ -350,6 +410,7 @@ class Kernel:
         spec = replace(self.spec, aligned=aligned)
         made = self.programs(stage, self._packed(spec, arch, problem) if stage == "forward" else spec, arch)
         call.launches = self._launches(stage, made, call, strides | read)
+        call.made = spec, arch
         return call
 
     def _packed(self, spec: Spec, arch: Arch, problem: Problem) -> Spec:
@@ -378,6 +439,7 @@ class Kernel:
             call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, problem.seqlen_q)
             known |= {name: gapless(shape)[:-1] for name, shape in call.workspaces.items()}
         scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
+        call.known = known, scalars
         return tuple(program.bind(known, scalars) for program in made)
 
     def _arch_for(self, device: int) -> Arch:

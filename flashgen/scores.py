@@ -40,6 +40,12 @@ def slopes(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, of_heads: Any) -
     return score - of_heads[h] * abs(q_idx + (seqlen_k - seqlen_q) - kv_idx)
 
 
+def slopes_by_batch(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, of_heads: Any) -> Any:
+    """As `slopes`, with those of each batch: (batch, heads), or (1, heads) for all."""
+    return score - of_heads[b, h] * abs(q_idx + (seqlen_k - seqlen_q) - kv_idx)
+
+
 alibi.file_name = "alibi"  # type: ignore[attr-defined]
 bias.file_name = "bias"  # type: ignore[attr-defined]
 slopes.file_name = "slopes"  # type: ignore[attr-defined]
+slopes_by_batch.file_name = "alibi_slopes"  # type: ignore[attr-defined]

@@ -146,6 +146,16 @@ def slope(spec: Spec, transposed: bool = False) -> Expr:
     return _of_element(derivative(spec.score.expr, "score"), spec, transposed)
 
 
+def of_element(expr: Expr, spec: Spec, transposed: bool = False) -> Expr:
+    """An expression over the arguments of a score function, for the element (i, j)."""
+    return _of_element(expr, spec, transposed)
+
+
+def of_index(expr: Expr, spec: Spec, transposed: bool = False) -> Expr:
+    """An index as a score function has it, for the element (i, j); for row i where it does not depend on j."""
+    return substitute(expr, _arguments(spec, transposed))
+
+
 def stays_finite(spec: Spec) -> bool:
     """True where scores of queries that do not exist are finite too."""
     return spec.score is None or tame(spec.score.expr, ELEMENTS)

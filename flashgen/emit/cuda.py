@@ -105,18 +105,23 @@ def _constants(kernel: Kernel, plan: Plan, spec: Spec) -> list[Fields]:
 def _tensors(kernel: Kernel) -> list[Fields]:
     """Global arrays as members of the argument struct, in the order in which the launcher packs them."""
     by_map = mapped(kernel)
+    written = {name_of(place) for stmt in statements(kernel.body) for place in stmt.writes()}
     return [
-        {"declaration": f"{_tensor_type(buffer, by_map)} {buffer.name}", "shape": ", ".join(buffer.shape) or "one"}
+        {
+            "declaration": f"{_tensor_type(buffer, by_map, written)} {buffer.name}",
+            "shape": ", ".join(buffer.shape) or "one",
+        }
         for buffer in kernel.buffers
         if buffer.space is Space.GLOBAL
     ]
 
 
-def _tensor_type(buffer: Buffer, by_map: set[str]) -> str:
+def _tensor_type(buffer: Buffer, by_map: set[str], written: set[str]) -> str:
     if buffer.name in by_map:
         return "TensorMap"
     if buffer.by_element:
-        return f"Array<{buffer.dtype.cuda}, {len(buffer.shape)}>"
+        kind = "Target" if buffer.name in written else "Array"
+        return f"{kind}<{buffer.dtype.cuda}, {len(buffer.shape)}>"
     if not buffer.shape:
         return f"{buffer.dtype.cuda}*"
     kind = "Tensor" if len(buffer.shape) == 4 else "Vector"

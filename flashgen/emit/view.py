@@ -182,6 +182,8 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
     if isinstance(stmt, base.StoreRows):
         positions = _positions(stmt.dst, names.kernel.buffer(stmt.src), names)
         view |= {"positions": positions, "head_stride": f"args.{stmt.dst.buffer}.head_stride"}
+    if isinstance(stmt, base.StoreElements | base.AddElements):
+        return view | _elements(stmt, names)
     if isinstance(stmt, sm90.Sm90Stmt):
         view |= _hopper(stmt, names)
     for item in fields(stmt):
@@ -194,6 +196,21 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
             view |= _expression(value, stmt, names)
         elif item.name not in ("note", "body") and item.name not in view:
             view[item.name] = value
+    return view
+
+
+def _elements(stmt: base.StoreElements | base.AddElements, names: Names) -> Fields:
+    """A register tile or row vector, and where its elements go in a global array."""
+    src = names.kernel.buffer(stmt.src)
+    view: Fields = {
+        "target": f"args.{stmt.dst}",
+        "index": ", ".join(names.element(part, src) for part in stmt.index),
+        "src": stmt.src,
+        "src_type": names.fragments[stmt.src],
+        "src_is_tile": len(src.shape) == 2,
+    }
+    if isinstance(stmt, base.StoreElements):
+        view["inside"] = names.element(stmt.inside, src)
     return view
 
 

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flashgen.runtime.arguments import without_memory
+from flashgen.runtime.auxiliary import shown
 
 if TYPE_CHECKING:
     from flashgen.kernel import Kernel
@@ -21,22 +22,19 @@ def needs_autograd(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
-def attention(
-    kernel: Kernel,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    mask_aux: Any,
-    score_aux: Any,
-) -> Any:
-    """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own."""
-    for name, arrays in (("mask_aux", mask_aux or ()), ("score_aux", score_aux or ())):
-        for place, array in enumerate(arrays):
-            if getattr(array, "requires_grad", False):
-                raise ValueError(f"{name}[{place}] requires grad, and gradients are of q, k and v alone; detach it")
+def attention(kernel: Kernel, arrays: dict[str, torch.Tensor], scale: float | None) -> Any:
+    """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own.
+
+    arrays: q, k, v and what functions read, by their names in the kernels.
+    """
+    q, k, v = (arrays[name] for name in "qkv")
+    wanted = tuple(name for name, array in arrays.items() if name not in "qkv" and array.requires_grad)
+    for name in wanted:
+        if name.startswith("mask_"):
+            raise ValueError(f"{shown(name)} requires grad, and a mask has no gradient; detach it")
+    kernel.check_gradients(arrays, wanted)
     try:
-        return _Attention.apply(q, k, v, kernel, scale, len(mask_aux or ()), *(mask_aux or ()), *(score_aux or ()))
+        return _Attention.apply(kernel, scale, tuple(arrays), *arrays.values())
     except NotImplementedError:
         raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
     except RuntimeError:
@@ -58,27 +56,22 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kernel: Kernel,
-        scale: float | None,
-        masks: int,
-        *aux: torch.Tensor,
+        ctx: Any, kernel: Kernel, scale: float | None, names: tuple[str, ...], *arrays: torch.Tensor
     ) -> Any:
-        o, lse = kernel.forward(q, k, v, scale=scale, mask_aux=aux[:masks] or None, score_aux=aux[masks:] or None)
-        ctx.save_for_backward(q, k, v, o, lse, *aux)
+        o, lse = kernel.forward_of(dict(zip(names, arrays, strict=True)), scale)
+        ctx.save_for_backward(*arrays, o, lse)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.scale, ctx.masks = kernel, scale, masks
+        ctx.kernel, ctx.scale, ctx.names = kernel, scale, names
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        q, k, v, o, lse, *aux = ctx.saved_tensors
-        read = {"mask_aux": aux[: ctx.masks] or None, "score_aux": aux[ctx.masks :] or None}
-        if dout is None:
-            dout = torch.zeros_like(o)
-        dq, dk, dv = ctx.kernel.backward(q, k, v, o, lse, dout, dlse, scale=ctx.scale, **read)
-        return dq, dk, dv, None, None, None, *(None for _ in aux)
+        *inputs, o, lse = ctx.saved_tensors
+        arrays = dict(zip(ctx.names, inputs, strict=True))
+        needed = zip(ctx.names, ctx.needs_input_grad[3:], strict=True)
+        wanted = tuple(name for name, needs in needed if needs and name not in "qkv")
+        arrays |= {"o": o, "lse": lse, "dout": torch.zeros_like(o) if dout is None else dout}
+        arrays |= {} if dlse is None else {"dlse": dlse}
+        *own, found = ctx.kernel.backward_of(arrays, ctx.scale, wanted)
+        return None, None, None, *own, *(found.get(name) for name in ctx.names[3:])

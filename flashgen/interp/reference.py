@@ -22,8 +22,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flashgen.calculus import derivative
-from flashgen.interp.common import ARITHMETIC, gather
+from flashgen.calculus import derivative, derivative_by_load, loads_of
+from flashgen.interp.common import ARITHMETIC, add_elements, gather
 from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Load, Select, Unary, Var
 
 
@@ -44,16 +44,41 @@ def backward(q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, sco
     """
     q_heads, k_heads, v_heads, p, lse, slope = _probabilities(q, k, v, causal, scale, mask, score, aux)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    ds, do_heads = _score_gradient(k, v_heads, p, lse, do, dlse)
+    ds = ds * np.where(p > 0.0, slope, 0.0)
+    dq = _ungroup(ds @ k_heads) * scale
+    dk = _over_group(_swap(ds) @ q_heads) * scale
+    dv = _over_group(_swap(p) @ do_heads)
+    return dq, dk, dv
+
+
+def backward_aux(q, k, v, do, dlse=None, *, array, score, causal=False, scale=None, mask=None, aux=None):
+    """The gradient of an array that the score function reads, by its name in `aux`; float64, shaped as it is.
+
+    With f the score function it is, of each element, the sum of p (dp - delta + dlse) df / d load over the elements of
+    the scores that load it; an index out of range loads the last of its axis.
+    """
+    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux)
+    ds, _ = _score_gradient(k, v_heads, p, lse, do, dlse)
+    scores = _scaled_scores(q, k, scale)
+    names = _names(scores) | {"score": scores} | aux
+    found = np.zeros(aux[array].shape)
+    for load in loads_of(score.expr, array):
+        with np.errstate(all="ignore"):
+            slope = _evaluate(derivative_by_load(score.expr, load), names)
+            index = [_evaluate(part, names) for part in load.index]
+        add_elements(found, index, np.where(p > 0.0, ds * slope, 0.0))
+    return found
+
+
+def _score_gradient(k, v_heads, p, lse, do, dlse):
+    """ds of what the score function gives, and do by `_group`, zero where a row has no key."""
     attends = np.isfinite(lse)
     do_heads = np.where(attends, _group(do, k.shape[2]), 0.0)
     dp = do_heads @ _swap(v_heads)
     delta = np.sum(p * dp, axis=-1, keepdims=True)
     dlse_rows = 0.0 if dlse is None else np.where(attends, np.asarray(dlse, np.float64).reshape(lse.shape), 0.0)
-    ds = p * (dp - delta + dlse_rows) * np.where(p > 0.0, slope, 0.0)
-    dq = _ungroup(ds @ k_heads) * scale
-    dk = _over_group(_swap(ds) @ q_heads) * scale
-    dv = _over_group(_swap(p) @ do_heads)
-    return dq, dk, dv
+    return p * (dp - delta + dlse_rows), do_heads
 
 
 def causal_mask(seqlen_q, seqlen_k):
@@ -67,10 +92,8 @@ def causal_mask(seqlen_q, seqlen_k):
 def _probabilities(q, k, v, causal, scale, mask, score, aux):
     """q, k, v by `_group`, p (batch, heads_kv, group, seqlen_q, seqlen_k), lse (..., seqlen_q, 1), and the slope:
     the derivative of the score function, like p."""
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    heads_kv = k.shape[2]
-    q_heads, k_heads, v_heads = (_group(x, heads_kv) for x in (q, k, v))
-    s = (q_heads @ _swap(k_heads)) * scale
+    q_heads, k_heads, v_heads = (_group(x, k.shape[2]) for x in (q, k, v))
+    s = _scaled_scores(q, k, scale)
     slope = 1.0
     names = _names(s) | {"score": s} | (aux or {})
     if score is not None:
@@ -88,6 +111,12 @@ def _probabilities(q, k, v, causal, scale, mask, score, aux):
     with np.errstate(divide="ignore"):
         lse = row_max + np.log(row_sum)
     return q_heads, k_heads, v_heads, p / np.where(row_sum > 0.0, row_sum, 1.0), lse, slope
+
+
+def _scaled_scores(q, k, scale):
+    """scale * q k^T, (batch, heads_kv, group, seqlen_q, seqlen_k)."""
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    return (_group(q, k.shape[2]) @ _swap(_group(k, k.shape[2]))) * scale
 
 
 def _names(s):

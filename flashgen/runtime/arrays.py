@@ -49,10 +49,14 @@ class Library:
         module = self.module()
         return module.empty(shape, dtype=module.float32 if float32 else like.dtype)
 
-    def zeros(self, shape: Shape, like: Any) -> Any:
-        """A float32 array of zeros on the device of another."""
+    def zeros(self, shape: Shape, like: Any, float32: bool = True) -> Any:
+        """An array of zeros on the device of another, of float32 or of its type."""
         module = self.module()
-        return module.zeros(shape, dtype=module.float32)
+        return module.zeros(shape, dtype=module.float32 if float32 else like.dtype)
+
+    def cast(self, array: Any, like: Any) -> Any:
+        """The array in the type of another; itself where that is its own."""
+        return array.astype(like.dtype, copy=False)
 
     def contiguous(self, array: Any) -> Any:
         return self.module().ascontiguousarray(array)
@@ -112,8 +116,11 @@ class _Torch(Library):
     def empty(self, shape: Shape, like: Any, float32: bool = False) -> Any:
         return like.new_empty(shape, dtype=self.module().float32) if float32 else like.new_empty(shape)
 
-    def zeros(self, shape: Shape, like: Any) -> Any:
-        return like.new_zeros(shape, dtype=self.module().float32)
+    def zeros(self, shape: Shape, like: Any, float32: bool = True) -> Any:
+        return like.new_zeros(shape, dtype=self.module().float32) if float32 else like.new_zeros(shape)
+
+    def cast(self, array: Any, like: Any) -> Any:
+        return array.to(like.dtype)
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()

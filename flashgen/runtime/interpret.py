@@ -32,8 +32,10 @@ def forward(
     lse[...] = library.from_numpy(arrays["lse"], lse, float32=True)
 
 
-def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: Any, given: dict[str, Any]) -> None:
-    """Fill dq, dk and dv."""
+def backward(
+    stages: tuple[Stages, ...], library: Library, layout: str, call: Any, given: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """Fill dq, dk and dv. Returns every array as the interpreter has it, workspaces included."""
     import numpy as np
 
     arrays = _read(stages[0], library, given)
@@ -52,6 +54,14 @@ def backward(stages: tuple[Stages, ...], library: Library, layout: str, call: An
         _run(stage, arrays, call)
     for name in ("dq", "dk", "dv"):
         _outward(library, layout, arrays[name], given[name])
+    return arrays
+
+
+def part(stages: Stages, library: Library, call: Any, arrays: dict[str, np.ndarray], name: str, target: Any) -> None:
+    """Run one more kernel on what the backward has left; it fills a target, or adds to it."""
+    hosted = library.to_numpy(target).copy()
+    _run(stages, arrays | {name: hosted}, call)
+    target[...] = library.from_numpy(hosted, target)
 
 
 def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any) -> None:
