@@ -31,6 +31,13 @@ def tile_names(kernel: Kernel) -> list[str]:
     return [item.name for item in kernel.buffers if item.space is Space.REGISTER and len(item.shape) == 2]
 
 
+def looped_tiles(kernel: Kernel) -> list[str]:
+    """The shared tiles and vectors that a kernel's loops copy."""
+    loops = tuple(stmt for stmt in kernel.body if isinstance(stmt, For))
+    copies = [stmt.dst for stmt in statements(loops) if isinstance(stmt, Copy)]
+    return [name_of(place) for place in copies if kernel.space(place) is Space.SHARED]
+
+
 def _columns(arch: Arch) -> tuple[int, ...]:
     step = 2 * arch.mma[1]
     return tuple(step * count for count in (1, 2, 3, 4, 5, 6, 8))
@@ -51,8 +58,7 @@ def _rows_of_queries(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
 def _scores_alone(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
     """Each warp owns rows of the scores, whichever these are; all that a step copies is staged alike."""
     rows, cols = kernel.buffer("s").shape
-    looped = [name_of(stmt.dst) for loop in kernel.body if isinstance(loop, For) for stmt in statements(loop.body)
-              if isinstance(stmt, Copy) and kernel.space(stmt.dst) is Space.SHARED]
+    looped = looped_tiles(kernel)
     for warps, height, columns, stages in product(arch.warps, (1, 2), _columns(arch), (1, 2)):
         blocks = {rows: warps * height * arch.mma[0], cols: columns}
         if rows == cols and blocks[rows] != warps * height * arch.mma[0]:

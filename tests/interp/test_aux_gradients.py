@@ -1,19 +1,20 @@
 """Gradients of arrays that score functions read: every nest on both interpreters, against dense float64 attention."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from attention_cases import Problem
-from functions import READING_SCORES, traced
-from lowered_cases import OUTPUTS, ROOMY, compare, machine_equals_tile
-from lowered_cases import Choice, plans
+from functions import traced
+from lowered_cases import OUTPUTS, ROOMY, machine_equals_tile
 from test_functions import tiled
 
-from flashgen import lower
+from flashgen import lower, trace
 from flashgen.attention.backward_aux import backward_aux
 from flashgen.interp import reference, tile
-from flashgen.ir.dtype import BF16, F16
+from flashgen.ir.dtype import BF16, F16, F32, I32
 from flashgen.plan import planner
-from flashgen.plan.candidates import tile_names
+from flashgen.plan.candidates import looped_tiles, tile_names
 from flashgen.plan.plan import Candidate
 from flashgen.runtime import aux_gradients
 from flashgen.runtime.arguments import Problem as Sizes
@@ -31,9 +32,6 @@ def positions(score, b, h, q_idx, kv_idx, table, ids):
     return score + table[ids[b, q_idx], h] * 0.5 + table[ids[b, kv_idx], h] * score
 
 
-OTHERS = {name: READING_SCORES[name] for name in ("slopes", "relative", "buckets")}
-
-
 def sizes_of(problem):
     spec = problem.spec
     return Sizes(problem.batches, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
@@ -44,14 +42,13 @@ def planned(kernel, problem, warps=1, stages=2):
     """A plan on the toy chip, with tiles of 8 by 16 for each warp, or square ones."""
     rows, cols = kernel.buffer("s").shape
     blocks = {rows: 16 * warps if rows == cols else 8 * warps, cols: 16 * warps if rows == cols else 16}
-    staged = tuple((name, stages) for name in ("k_tile", "v_tile", "q_tile", "dout_tile"))
+    staged = tuple((name, stages) for name in looped_tiles(kernel))
     layouts = tuple((name, (warps, 1)) for name in tile_names(kernel))
     return planner.make(kernel, problem.spec, ROOMY, Candidate(tuple(blocks.items()), warps, staged, layouts))
 
 
 def gradient(problem, name, run):
     """The gradient of an array as the runtime makes it; run(kernel, plan, arrays with the target)."""
-    dims = problem.dims(8, 16)
     arrays = {**problem.arrays, **tiled(problem, 8, 16)}
     item = next(item for item in problem.spec.arrays if item.name == name)
     walks = []
@@ -61,7 +58,6 @@ def gradient(problem, name, run):
         walks.append(part.walk)
         run(kernel, planned(kernel, problem), arrays, part.target, target)
 
-    assert dims["block_q"] == 8
     like = problem.aux[name]
     return aux_gradients.gradient(LIBRARIES["numpy"], problem.spec, item, like, sizes_of(problem), run_part), walks
 
@@ -148,14 +144,9 @@ def test_other_arrays(name, array, walks, causal, lengths):
 @pytest.mark.parametrize("mask", ["document", "nothing"])
 def test_an_index_of_the_query_or_of_the_key_that_is_loaded(mask):
     """Rows are added up before they go to the table."""
-    from flashgen import trace, variants
-
-    read = variants.functions(False, mask_mod=None, score_mod=positions)[2]
-    assert trace.DTYPES and [item.dtype.name for item in read.arrays] == ["float32", "int32"]
-    spec = Spec(16, 16, F16, mask=traced(False, mask)["mask"])
-    problem = Problem(spec, 2, 2, 1, 21, 30)
+    problem = Problem(Spec(16, 16, F16, mask=traced(False, mask)["mask"]), 2, 2, 1, 21, 30)
+    problem.spec = replace(problem.spec, score=trace.score(positions, (F32, I32)))
     draw = np.random.default_rng(2)
-    problem.spec = Spec(16, 16, F16, mask=spec.mask, score=read)
     aux = {"score_table": draw.standard_normal((5, 2)).astype(np.float32)}
     aux["score_ids"] = draw.integers(0, 5, (2, 30)).astype(np.int32)
     problem.aux |= aux
