@@ -1,0 +1,188 @@
+"""Gradients of arrays, `bias` and `alibi_slopes`: as torch's autograd gives them for dense attention in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import support
+from test_api_refusals import refused
+
+import flashgen
+from flashgen import scores
+
+torch = pytest.importorskip("torch")
+SHAPES = [(2, 4, 21, 30), (1, 4, 21, 30), (2, 1, 21, 30), (1, 1, 21, 30), (21, 30), (30,), (4, 1, 30), (2, 4, 21, 1)]
+
+
+@pytest.fixture
+def inputs():
+    return support.random_inputs(2, 21, 30, 4, 2, 16, dtype=torch.float16, device="cpu")
+
+
+def distance(seqlen_q=21, seqlen_k=30):
+    return torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
+
+
+def dense(q, k, v, causal, change):
+    """Attention in float64; `change` is applied to the scores."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    s = change(torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5)
+    if causal:
+        s = s.masked_fill(distance() < 0, -math.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", torch.softmax(s, -1), v)
+
+
+def agrees(found, expected, dtype=torch.float16, farthest=1):
+    """Within some roundings of the storage type of q, of the largest value.
+
+    farthest: what the rounding of o, which moves delta of a row, is multiplied by: the largest distance for slopes.
+    """
+    unit = 2.0 ** (-8 if dtype == torch.bfloat16 else -11)
+    for x, ref in zip(found, expected, strict=True):
+        assert x.shape == ref.shape
+        assert (x.double() - ref).abs().max() <= 4 * unit * (farthest + ref.abs().max())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_bias_of_any_shape_with_alibi(inputs, shape, causal):
+    """The bias has the shape that it was given in, also of fewer axes; slopes are those of heads, or of batches too."""
+    q, k, v, do = (x.detach().requires_grad_() for x in inputs)
+    bias = torch.randn(shape).requires_grad_()
+    for slopes in (torch.rand(4).requires_grad_(), torch.rand(2, 4).requires_grad_()):
+        every = (q, k, v, bias, slopes)
+        o = flashgen.attention(q, k, v, causal, bias=bias, alibi_slopes=slopes)
+        by_head = slopes.double()[..., None, None]
+        expected = dense(q, k, v, causal, lambda s, by_head=by_head: s + bias.double() - by_head * distance().abs())
+        agrees([o], [expected])
+        found = torch.autograd.grad(o, every, do)
+        assert [x.dtype for x in found[3:]] == [torch.float32] * 2
+        ref = torch.autograd.grad(expected, every, do.double())
+        agrees(found[:3], ref[:3])
+        agrees(found[3:], ref[3:], farthest=30)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_and_strides(inputs, dtype):
+    """An expanded bias has a gradient for each of its elements, of its type, which autograd then adds up."""
+    q, k, v, do = inputs
+    bias = torch.randn(30, 1, 1, 21).to(dtype).requires_grad_()
+    view = bias.permute(1, 2, 3, 0).expand(2, 4, 21, 30)
+    o = flashgen.attention(q, k, v, score_mod=scores.bias, score_aux=(view,))
+    (found,) = torch.autograd.grad(o, bias, do)
+    expected = dense(q, k, v, False, lambda s: s + view.double())
+    (ref,) = torch.autograd.grad(expected, bias, do.double())
+    assert found.dtype == dtype and found.shape == bias.shape
+    agrees([found], [ref], torch.bfloat16)
+
+
+def test_some_of_the_gradients(inputs):
+    q, k, v, do = inputs
+    bias, slopes = torch.randn(4, 21, 30).requires_grad_(), torch.rand(4).requires_grad_()
+    q = q.detach().requires_grad_()
+    o, lse = flashgen.attention(q, k, v, bias=bias, alibi_slopes=slopes, return_lse=True)
+    dlse = torch.randn_like(lse)
+    every = torch.autograd.grad((o, lse), (q, bias, slopes), (do, dlse), retain_graph=True)
+    for place, one in enumerate((q, bias, slopes)):
+        (alone,) = torch.autograd.grad((o, lse), one, (do, dlse), retain_graph=True)
+        assert torch.equal(alone, every[place])
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_relative_bias_as_t5_has_it(inputs, bidirectional):
+    q, k, v, do = inputs
+    table = torch.randn(32, 4).requires_grad_()
+    o = flashgen.attention(q, k, v, score_mod=scores.relative_bias(32, 20, bidirectional), score_aux=(table,))
+    behind, count = -distance(), 16 if bidirectional else 32
+    away = behind.abs() if bidirectional else (-behind).clamp(min=0)
+    far = count // 2 + (torch.log(away / (count // 2)) / math.log(20 / (count // 2)) * (count // 2)).long()
+    bucket = torch.where(away < count // 2, away, far.clamp(max=count - 1)) + (behind > 0) * (16 * bidirectional)
+    expected = dense(q, k, v, False, lambda s: s + table.double()[bucket].permute(2, 0, 1))
+    agrees([o], [expected])
+    agrees(torch.autograd.grad(o, table, do), torch.autograd.grad(expected, table, do.double()))
+
+
+def test_relative_bias_refuses_what_has_no_buckets():
+    refused(scores.relative_bias, 3, mentions=["buckets = 3", "4 buckets"])
+    refused(scores.relative_bias, 32, 8, mentions=["max_distance = 8", "over 8"])
+
+
+def test_gradients_without_autograd(inputs):
+    """NumPy: in the order that was asked for, and by the same words; without a word the result is what it was."""
+    q, k, v, do = (x.numpy() for x in inputs)
+    bias, table = np.ones((1, 1, 21, 30), np.float32), np.ones((2, 4), np.float32)
+    kernel = flashgen.compile(
+        16, dtype="float16", bias=True, score_mod=lambda s, b, h, q_idx, kv_idx, t: s * t[0, h] + t[1, h] * kv_idx
+    )
+    given = {"bias": bias, "score_aux": (table,)}
+    o, lse = kernel.forward(q, k, v, **given)
+    plain = kernel.backward(q, k, v, o, lse, do, **given)
+    *own, found = kernel.backward(q, k, v, o, lse, do, **given, aux_grads=("score_aux[0]", "bias"))
+    assert len(plain) == 3 and all(np.array_equal(x, y) for x, y in zip(plain, own, strict=True))
+    assert list(found) == ["score_aux[0]", "bias"]
+    leaf = torch.ones(2, 4).requires_grad_()
+
+    def change(s):
+        return s * leaf[0, :, None, None].double() + leaf[1, :, None, None].double() * torch.arange(30) + 1.0
+
+    (ref,) = torch.autograd.grad(dense(*inputs[:3], True, change), leaf, inputs[3].double())
+    agrees([torch.from_numpy(found["score_aux[0]"])], [ref], farthest=30)
+    assert found["bias"].shape == bias.shape and found["bias"].any()
+
+
+def test_deterministic_where_the_order_is_fixed(inputs):
+    q, k, v, do = inputs
+    bias, table = torch.randn(4, 21, 30).requires_grad_(), torch.randn(4, 9).requires_grad_()
+    kernel = flashgen.compile(16, dtype="float16", deterministic=True, bias=True)
+    torch.autograd.grad(kernel(q, k, v, bias=bias), bias, do)
+    kernel = flashgen.compile(
+        16, dtype="float16", deterministic=True, score_mod=lambda s, b, h, q, k, table: s + table[h, abs(q - k)]
+    )
+    refused(kernel, q, k, v, score_aux=(table,), mentions=["score_aux's table", "deterministic=False"])
+    o, lse = kernel.forward(q, k, v, score_aux=(table.detach(),))
+    given = {"score_aux": (table.detach(),), "aux_grads": ("score_aux[0]",)}
+    refused(kernel.backward, q, k, v, o, lse, do, **given, mentions=["score_aux's table", "deterministic=False"])
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "mentions"),
+    [
+        ({"bias": True}, {}, ["bias is missing", "bias=True"]),
+        ({}, {"bias": torch.ones(30)}, ["bias is given", "without bias=True"]),
+        ({"alibi": True}, {}, ["alibi_slopes is missing", "alibi=True"]),
+        ({}, {"alibi_slopes": torch.ones(4)}, ["alibi_slopes is given", "without alibi=True"]),
+        ({"bias": True}, {"bias": torch.ones(3, 21, 30)}, ["bias has shape (1, 3, 21, 30)", "each whole or 1"]),
+        ({"bias": True}, {"bias": torch.ones(1, 2, 4, 21, 30)}, ["bias has 5 dimensions"]),
+        ({"bias": True}, {"bias": torch.ones(30).double()}, ["bias is float64"]),
+        ({"bias": True}, {"bias": [1.0]}, ["bias is of type list"]),
+        ({"alibi": True}, {"alibi_slopes": torch.ones(3)}, ["alibi_slopes has shape (1, 3)", "(batch, heads)"]),
+        ({"alibi": True}, {"alibi_slopes": torch.ones(1)}, ["alibi_slopes has shape (1, 1)"]),
+        ({"alibi": True}, {"alibi_slopes": torch.ones(4).half()}, ["alibi_slopes is float16", "float32"]),
+    ],
+)
+def test_what_is_refused(inputs, options, given, mentions):
+    q, k, v, _ = inputs
+    refused(flashgen.compile(16, dtype="float16", **options), q, k, v, **given, mentions=mentions)
+
+
+def test_what_has_no_gradient_is_refused(inputs):
+    q, k, v, do = inputs
+    kernel = flashgen.compile(16, dtype="float16", bias=True)
+    bias = torch.ones(30)
+    o, lse = kernel.forward(q, k, v, bias=bias)
+    for word in ("alibi_slopes", "score_aux[0]", "q"):
+        given = {"bias": bias, "aux_grads": (word,)}
+        refused(kernel.backward, q, k, v, o, lse, do, **given, mentions=[repr(word), "gradients of bias"])
+    with pytest.raises(TypeError, match="bias = 1 must be True or False"):
+        flashgen.compile(16, bias=1)
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0)])
+def test_nothing_to_add_up_is_zero(batch, seqlen_q, seqlen_k):
+    q, do = (torch.randn(batch, seqlen_q, 4, 16).half() for _ in range(2))
+    k = v = torch.randn(batch, seqlen_k, 2, 16).half()
+    bias, slopes = torch.ones(4, seqlen_q, 1).requires_grad_(), torch.ones(4).requires_grad_()
+    found = torch.autograd.grad(flashgen.attention(q, k, v, bias=bias, alibi_slopes=slopes), (bias, slopes), do)
+    assert [x.shape for x in found] == [bias.shape, slopes.shape] and not any(x.any() for x in found)
