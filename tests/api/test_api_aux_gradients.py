@@ -113,7 +113,7 @@ def test_gradients_without_autograd(inputs):
     q, k, v, do = (x.numpy() for x in inputs)
     bias, table = np.ones((1, 1, 21, 30), np.float32), np.ones((2, 4), np.float32)
     kernel = flashgen.compile(
-        16, dtype="float16", bias=True, score_mod=lambda s, b, h, q_idx, kv_idx, t: s * t[0, h] + t[1, h] * kv_idx
+        16, dtype="float16", bias=True, score_mod=lambda s, b, h, q_idx, kv_idx, t: s * t[0, h] + t[1, h] * (kv_idx * 0.1)
     )
     given = {"bias": bias, "score_aux": (table,)}
     o, lse = kernel.forward(q, k, v, **given)
@@ -124,10 +124,10 @@ def test_gradients_without_autograd(inputs):
     leaf = torch.ones(2, 4).requires_grad_()
 
     def change(s):
-        return s * leaf[0, :, None, None].double() + leaf[1, :, None, None].double() * torch.arange(30) + 1.0
+        return s * leaf[0, :, None, None].double() + leaf[1, :, None, None].double() * torch.arange(30) * 0.1 + 1.0
 
     (ref,) = torch.autograd.grad(dense(*inputs[:3], True, change), leaf, inputs[3].double())
-    agrees([torch.from_numpy(found["score_aux[0]"])], [ref], farthest=30)
+    agrees([torch.from_numpy(found["score_aux[0]"])], [ref], farthest=4)
     assert found["bias"].shape == bias.shape and found["bias"].any()
 
 
