@@ -276,7 +276,12 @@ class Kernel:
         names = {word: auxiliary.differentiable(kernel.spec, word) for word in aux_grads}
         results = {"o": o, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
         *own, found = kernel.backward_of({"q": q, "k": k, "v": v} | results | aux, scale, tuple(names.values()))
-        return (*own, {word: found[name] for word, name in names.items()}) if names else tuple(own)
+        given = {"bias": bias, "alibi_slopes": alibi_slopes}  # which may have fewer axes than a kernel reads
+        shaped = {
+            word: found[name] if name not in given else found[name].reshape(given[name].shape)
+            for word, name in names.items()
+        }
+        return (*own, shaped) if names else tuple(own)
 
     def backward_of(self, arrays: dict[str, Any], scale: float | None, wanted: tuple[str, ...]) -> tuple[Any, ...]:
         """dq, dk, dv, and the gradients of the wanted arrays, all by their names in the kernels."""

@@ -283,7 +283,9 @@ def _contribution(
 ) -> tuple[Stmt, ...]:
     """g = dS' * (d f / d load), added to what was before. Rows behind the end are masked too: their sums count."""
     assert spec.score is not None
-    products = ("k_tile", "q_tile", "v_tile", "dout_tile") if transposed else ("q_tile", "k_tile", "dout_tile", "v_tile")
+    products = (
+        ("k_tile", "q_tile", "v_tile", "dout_tile") if transposed else ("q_tile", "k_tile", "dout_tile", "v_tile")
+    )
     visible = parts.visible(spec, transposed, queries=True)
     factor = parts.of_element(derivative_by_load(spec.score.expr, part.load), spec, transposed)
     kept = (Map("factor", factor, note="the derivative of what follows, by the array"),)

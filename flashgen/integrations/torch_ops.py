@@ -55,9 +55,7 @@ class _Attention(torch.autograd.Function):
     """Keeps q, k, v, o, lse and what functions read: O(seqlen) memory beside; the backward recomputes the rest."""
 
     @staticmethod
-    def forward(
-        ctx: Any, kernel: Kernel, scale: float | None, names: tuple[str, ...], *arrays: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, kernel: Kernel, scale: float | None, names: tuple[str, ...], *arrays: torch.Tensor) -> Any:
         o, lse = kernel.forward_of(dict(zip(names, arrays, strict=True)), scale)
         ctx.save_for_backward(*arrays, o, lse)
         ctx.set_materialize_grads(False)

@@ -14,7 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.interp.common import Hazard, Uniform, Value, add_elements, evaluate, gather, number, round_to, store_elements
+from flashgen.interp.common import (
+    Hazard,
+    Uniform,
+    Value,
+    add_elements,
+    evaluate,
+    gather,
+    number,
+    round_to,
+    store_elements,
+)
 from flashgen.interp.lanes import chunks, lane_bytes, lanes_of, vectorisable
 from flashgen.ir.expr import Expr, I, J, Load
 from flashgen.ir.nodes import (

@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.ir.expr import Cast
-from flashgen.ir.nodes import Copy, Fill, Kernel, Map, RowReduce, Scatter, ScatterAdd, Space, Stmt, Tile, Window, name_of
+from flashgen.ir.nodes import (
+    Copy,
+    Fill,
+    Kernel,
+    Map,
+    RowReduce,
+    Scatter,
+    ScatterAdd,
+    Space,
+    Stmt,
+    Tile,
+    Window,
+    name_of,
+)
 from flashgen.ir.visit import Body
 from flashgen.machine import base
 

@@ -113,7 +113,10 @@ def test_gradients_without_autograd(inputs):
     q, k, v, do = (x.numpy() for x in inputs)
     bias, table = np.ones((1, 1, 21, 30), np.float32), np.ones((2, 4), np.float32)
     kernel = flashgen.compile(
-        16, dtype="float16", bias=True, score_mod=lambda s, b, h, q_idx, kv_idx, t: s * t[0, h] + t[1, h] * (kv_idx * 0.1)
+        16,
+        dtype="float16",
+        bias=True,
+        score_mod=lambda s, b, h, q_idx, kv_idx, t: s * t[0, h] + t[1, h] * (kv_idx * 0.1),
     )
     given = {"bias": bias, "score_aux": (table,)}
     o, lse = kernel.forward(q, k, v, **given)

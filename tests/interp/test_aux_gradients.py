@@ -34,8 +34,16 @@ def positions(score, b, h, q_idx, kv_idx, table, ids):
 
 def sizes_of(problem):
     spec = problem.spec
-    return Sizes(problem.batches, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k,
-                 spec.head_dim, spec.head_dim_v, ())
+    return Sizes(
+        problem.batches,
+        problem.heads,
+        problem.heads_kv,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        spec.head_dim,
+        spec.head_dim_v,
+        (),
+    )
 
 
 def planned(kernel, problem, warps=1, stages=2):
