@@ -128,7 +128,7 @@ def attention(
     check_dimensions("q", q)
     check_dimensions("v", v)
     dims, surroundings = (q.shape[3], v.shape[3]), (current_arch(), debug.interpret())
-    added = {"bias": bias is not None, "alibi": alibi_slopes is not None}
+    added: dict[str, Any] = {"bias": bias is not None, "alibi": alibi_slopes is not None}
     if isinstance(causal, bool) and all(option is None for option in options.values()) and True not in added.values():
         _check_layout(layout)
         kernel = _compiled(*dims, q.dtype, causal, layout, *surroundings)

@@ -51,14 +51,15 @@ def relative_bias(buckets: int = 32, max_distance: int = 128, bidirectional: boo
     Half of the buckets are of one distance each, from 0 on; the others grow with its logarithm up to max_distance, from
     where on all share the last. bidirectional: half of all buckets are for keys behind the query's own place, which is
     q_idx + seqlen_k - seqlen_q; else these count as distance 0. (Raffel et al., arXiv:1910.10683, section 2.1; its
-    `relative_position_bucket`.) Raises ValueError for fewer buckets than 4, or 2 a side, or a max_distance within the
-    first half.
+    `relative_position_bucket`.) Raises ValueError for fewer than 4 buckets (2 where not bidirectional), and for a
+    max_distance within the buckets of one distance.
     """
     count = buckets // 2 if bidirectional else buckets
     exact = count // 2
     if exact < 1 or max_distance <= exact:
         raise ValueError(
-            f"buckets = {buckets} and max_distance = {max_distance}: use 4 buckets or more (2 a side), and a distance over {exact}"
+            f"buckets = {buckets} and max_distance = {max_distance}: use 4 buckets or more (2 without sides), and a "
+            f"distance over {exact}"
         )
     # The first distance of each further bucket: exact * (max_distance / exact)^(k / steps), compared as integers.
     steps = count - exact

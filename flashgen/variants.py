@@ -49,6 +49,7 @@ def functions(
     for place, name in enumerate(added):
         function, array = ADDED[name]
         of_type = trace.score(function, (F32 if score_dtypes is None else score_dtypes[first + place],))
+        assert of_type is not None
         score = trace.behind(score, trace.renamed(of_type, array))
     return alignment == "bottom-right", mask, score
 

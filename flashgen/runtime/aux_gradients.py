@@ -60,8 +60,8 @@ def check(spec: Spec, array: Array, shape: Shape, problem: Problem) -> None:
     for part in parts(spec, array, shape, problem) if spec.deterministic else ():
         if not part.plain:
             raise ValueError(
-                f"the gradient of {shown(array.name)} is added up without order where score_mod reads {text(part.load)} "
-                f"of shape {tuple(shape)}, and does not repeat bit for bit; use deterministic=False or detach it"
+                f"the gradient of {shown(array.name)} is added up without order where it is read as {text(part.load)}, "
+                f"of shape {tuple(shape)}: it would not repeat bit for bit; use deterministic=False or detach it"
             )
 
 

@@ -20,7 +20,7 @@ class Call:
     """One shape of call, ready: on the GPU with its launches, on the interpreter with none.
 
     copied: the backward's inputs that its kernels cannot read in place.
-    made: the spec and the chip that launches were made for. known: what they were bound to, strides and scalars by name.
+    made: the spec and the chip that launches were made for. known: strides and scalars that they are bound to, by name.
     parts: launches for gradients of arrays, by part and shape, as they are asked for (runtime/aux_gradients.py).
     """
 

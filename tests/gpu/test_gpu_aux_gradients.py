@@ -73,7 +73,13 @@ def test_a_bias_of_any_shape(ones, arch):
         for lengths in LENGTHS:
             shape = [1 if axis in ones else size for axis, size in enumerate((2, 4, *lengths))]
             bias = torch.randn(shape, device="cuda")
-            check(lambda q, k, v, t: kernel(q, k, v, bias=t), inputs(*lengths), [bias], causal, lambda s, t: s + t)
+            check(
+                lambda q, k, v, t, kernel=kernel: kernel(q, k, v, bias=t),
+                inputs(*lengths),
+                [bias],
+                causal,
+                lambda s, t: s + t,
+            )
 
 
 @pytest.mark.parametrize("arch", ARCHES)
