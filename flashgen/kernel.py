@@ -334,11 +334,10 @@ class Kernel:
         item = next(item for item in self.spec.arrays if item.name == name)
         aux_gradients.check(self.spec, item, tuple(array.shape), problem)
 
-    def check_gradients(self, arrays: dict[str, Any], wanted: tuple[str, ...]) -> None:
+    def check_gradients(self, arrays: dict[str, Any], scale: float | None, wanted: tuple[str, ...]) -> None:
         """The same for several, before a forward whose backward is to give them."""
         if wanted:
-            problem = check(self.spec, self.layout, library_of(arrays["q"]), *(arrays[name] for name in "qkv"))
-            auxiliary.check(self.spec, problem, library_of(arrays["q"]), arrays)
+            problem = self._bind(library_of(arrays["q"]), "forward", arrays, scale).problem
             for name in wanted:
                 self._check_gradient(name, arrays[name], problem)
 

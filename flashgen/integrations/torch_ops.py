@@ -28,11 +28,13 @@ def attention(kernel: Kernel, arrays: dict[str, torch.Tensor], scale: float | No
     arrays: q, k, v and what functions read, by their names in the kernels.
     """
     q, k, v = (arrays[name] for name in "qkv")
-    wanted = tuple(name for name, array in arrays.items() if name not in "qkv" and array.requires_grad)
+    wanted = tuple(
+        name for name, array in arrays.items() if name not in "qkv" and getattr(array, "requires_grad", False)
+    )
     for name in wanted:
         if name.startswith("mask_"):
             raise ValueError(f"{shown(name)} requires grad, and a mask has no gradient; detach it")
-    kernel.check_gradients(arrays, wanted)
+    kernel.check_gradients(arrays, scale, wanted)
     try:
         return _Attention.apply(kernel, scale, tuple(arrays), *arrays.values())
     except NotImplementedError:

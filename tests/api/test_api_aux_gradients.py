@@ -169,6 +169,14 @@ def test_what_is_refused(inputs, options, given, mentions):
     refused(flashgen.compile(16, dtype="float16", **options), q, k, v, **given, mentions=mentions)
 
 
+def test_wrong_arrays_are_refused_with_gradients_too(inputs):
+    q, k, v, _ = (x.detach().requires_grad_() for x in inputs)
+    slopes, kernel = torch.rand(4).requires_grad_(), flashgen.compile(16, dtype="float16", bias=True, alibi=True)
+    given = {"bias": np.ones(30, np.float32), "alibi_slopes": slopes}
+    refused(kernel, q, k, v, **given, mentions=["bias is not of torch as q is"])
+    refused(kernel, q, k[:, :5], v, bias=torch.ones(30), alibi_slopes=slopes, mentions=["k and v disagree"])
+
+
 def test_what_has_no_gradient_is_refused(inputs):
     q, k, v, do = inputs
     kernel = flashgen.compile(16, dtype="float16", bias=True)
