@@ -165,7 +165,8 @@ class Kernel:
         That is: zeros for the gradient of lse, where a call gives none; lse_log2 and delta, which attention_delta
         writes; dq_workspace, to which attention_backward adds dq, with head_dim padded as its plan says. The last does
         not exist where attention_backward_dq makes dq: where deterministic, and on sm_90a with a head dim over 128.
-        The forward allocates nothing but its results.
+        The forward allocates nothing but its results. Gradients of arrays that the score function reads take more: a
+        float32 array like each, or (batch, heads, rows) sums, rows being queries or keys.
 
         It holds for arrays with 16-byte aligned rows; others are copied, or take another plan. No GPU is needed, and
         nothing is compiled. Raises ValueError or TypeError for sizes that a call may not have.
