@@ -1,4 +1,4 @@
-"""A bias for each bucket of distances, 8 exact and then logarithmic, by a formula (scores.relative_bias reads T5's table)."""
+"""A bias for each bucket of distances, 8 exact and then logarithmic, by a formula (T5: scores.relative_bias)."""
 
 import flashgen
 
