@@ -7,7 +7,9 @@ kernel = flashgen.compile(head_dim=128, causal=True); print(kernel.explain()); o
 # The package of the loop nests, before the function of the same name: imported later, it would take that name.
 import flashgen.attention  # noqa: F401 # isort: skip
 from flashgen import masks, scores
-from flashgen.api import Kernel, attention, compile
+from flashgen.api import Kernel, VarlenKernel, attention, compile, varlen_attention
+from flashgen.blocks import block_mask
+from flashgen.runtime.dropping import mask as dropout_mask
 from flashgen.spec import Spec
 from flashgen.trace.functions import (
     abs,
@@ -31,10 +33,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Kernel",
     "Spec",
+    "VarlenKernel",
     "abs",
     "attention",
+    "block_mask",
     "compile",
     "cos",
+    "dropout_mask",
     "exp",
     "exp2",
     "heads",
@@ -49,5 +54,6 @@ __all__ = [
     "sin",
     "sqrt",
     "tanh",
+    "varlen_attention",
     "where",
 ]

@@ -7,13 +7,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen import debug, variants
+from flashgen.ir.dtype import F32
 from flashgen.kernel import Aux, Kernel, current_arch, kernel_for, traced_by_torch, untraced
 from flashgen.plan.arch import parse_arch
+from flashgen.runtime import sequences
 from flashgen.runtime.arguments import check_dimensions
 from flashgen.runtime.arrays import library_of
+from flashgen.runtime.dropping import parse
 from flashgen.spec import Spec, parse_dtype
+from flashgen.varlen import VarlenKernel
 
 if TYPE_CHECKING:
+    from flashgen.runtime.blocks import BlockMask
     from flashgen.trace import DTypes
 
 LAYOUTS = ("bshd", "bhsd")
@@ -36,6 +41,9 @@ def compile(
     score_mod: Callable | None = None,
     bias: bool = False,
     alibi: bool = False,
+    varlen: bool = False,
+    sinks: bool = False,
+    dropout: bool = False,
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
@@ -59,11 +67,25 @@ def compile(
     bias: a number from an array is added to each score: kernel(q, k, v, bias=...).
     alibi: slope * |q_idx + seqlen_k - seqlen_q - kv_idx| is taken from each score: kernel(q, k, v, alibi_slopes=...).
         Both come last. Arrays that the scores read get gradients: with torch, or of `Kernel.backward` with aux_grads.
+    varlen: sequences of different lengths are packed one behind the other, and the kernel, a VarlenKernel, is called as
+        `varlen_attention` is.
+    sinks: each head has a logit that takes part in the denominators of its softmax alone, which a call brings:
+        kernel(q, k, v, sinks=t), t of shape (heads,), float32 or `dtype`. P = exp(s) / (sum exp(s) + exp(t)), the LSE
+        counts t in, and t has a gradient. A query that sees no key has o = 0 and lse = t.
+    dropout: each call drops a part of the probabilities, O = (keep * P / (1 - p)) V, and says which:
+        kernel(q, k, v, dropout_p=p, dropout_seed=seed, dropout_offset=0). The LSE is that without dropout.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
     """
-    _check_choices(deterministic, layout, target)
+    _check_choices(deterministic, layout, target, varlen)
+    if not isinstance(dropout, bool):
+        raise TypeError(f"dropout = {dropout!r:.40} must be True or False; the call says how much, dropout_p=p")
+    if not isinstance(sinks, bool):
+        raise TypeError(f"sinks = {sinks!r:.40} must be True or False; the call brings the array, kernel(..., sinks=t)")
+    for name, flag in (("dropout", dropout), ("sinks", sinks), ("bias", bias), ("alibi", alibi)):
+        if flag is True and varlen:
+            raise ValueError(f"{name} = True with varlen is not supported; call a kernel with {name} for each sequence")
     if debug.interpret():
         target = "interpret"
     width = head_dim if head_dim_v is None else head_dim_v
@@ -71,16 +93,22 @@ def compile(
     def traced(mask_dtypes: DTypes | None, score_dtypes: DTypes | None) -> Spec:
         options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes, bias, alibi)
         bottom_right, mask, score = variants.functions(causal, *options)
-        return Spec(head_dim, width, parse_dtype(dtype), bottom_right, deterministic, mask=mask, score=score)
+        same = (head_dim, width, parse_dtype(dtype), bottom_right, deterministic)
+        more: dict[str, Any] = {"sinks": F32 if sinks else None, "dropout": dropout}
+        return Spec(*same, mask=mask, score=score, varlen=varlen, **more)
 
     spec = traced(None, None)
+    layout, kind = (sequences.LAYOUT, VarlenKernel) if varlen else (layout, Kernel)
     surroundings = (current_arch() if arch is None else parse_arch(arch), layout, target, arch is not None)
-    return Kernel(spec, *surroundings, traced) if spec.arrays else kernel_for(spec, *surroundings)
+    return kind(spec, *surroundings, traced) if spec.arrays else kernel_for(spec, *surroundings, kind)
 
 
-def _check_choices(deterministic: bool, layout: str, target: str) -> None:
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic = {deterministic!r} must be True or False")
+def _check_choices(deterministic: bool, layout: str, target: str, varlen: bool) -> None:
+    for name, flag in (("deterministic", deterministic), ("varlen", varlen)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} = {flag!r} must be True or False")
+    if varlen and layout != "bshd":
+        raise ValueError(f"layout = {layout!r} with varlen, whose arrays are (total, heads, head_dim); leave it out")
     _check_layout(layout)
     if not isinstance(target, str) or target not in TARGETS:
         raise ValueError(f"target = {target!r} is not known; use 'auto', 'cuda' or 'interpret'")
@@ -108,33 +136,45 @@ def attention(
     score_aux: Aux = None,
     bias: Any = None,
     alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    block_mask: BlockMask | None = None,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
     CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, bias and alibi_slopes as a
-    kernel does.
+    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, bias, alibi_slopes, sinks,
+    dropout and block_mask as a kernel does.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
-    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "bias": bias, "alibi_slopes": alibi_slopes}
+    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks, "block_mask": block_mask}
+    arrays |= {"bias": bias, "alibi_slopes": alibi_slopes}
+    if parse(dropout_p, dropout_seed, dropout_offset) is not None:
+        options["dropout"] = True
+        arrays |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
     if traced_by_torch():
+        options.pop("dropout", None)
         return untraced(attention)(q, k, v, causal, scale, layout, return_lse, **options, **arrays)
     library_of(q)
     library_of(v, "v")
     check_dimensions("q", q)
     check_dimensions("v", v)
     dims, surroundings = (q.shape[3], v.shape[3]), (current_arch(), debug.interpret())
-    added: dict[str, Any] = {"bias": bias is not None, "alibi": alibi_slopes is not None}
-    if isinstance(causal, bool) and all(option is None for option in options.values()) and True not in added.values():
+    added = {"bias": bias is not None, "alibi": alibi_slopes is not None, "sinks": sinks is not None}
+    plain = all(option is None for option in options.values()) and not any(added.values())
+    if isinstance(causal, bool) and plain:
         _check_layout(layout)
         kernel = _compiled(*dims, q.dtype, causal, layout, *surroundings)
     else:  # traced each time: what a function refers to may have changed
         dtype = str(q.dtype).removeprefix("torch.")
-        kernel = compile(dims[0], causal, head_dim_v=dims[1], dtype=dtype, layout=layout, **options, **added)
+        options |= added
+        kernel = compile(dims[0], causal, head_dim_v=dims[1], dtype=dtype, layout=layout, **options)
     return kernel(q, k, v, scale=scale, return_lse=return_lse, **arrays)
 
 
@@ -142,3 +182,54 @@ def attention(
 def _compiled(head_dim: int, head_dim_v: int, dtype: Any, causal: bool, layout: str, *_surroundings: Any) -> Kernel:
     """`compile` for calls that repeat; the chip and FLASHGEN_INTERPRET, on which it depends too, are in the key."""
     return compile(head_dim, causal, head_dim_v=head_dim_v, dtype=str(dtype).removeprefix("torch."), layout=layout)
+
+
+def varlen_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    seqused_k: Any = None,
+    window: variants.Window | None = None,
+    softcap: float | None = None,
+    mask_mod: Callable | None = None,
+    score_mod: Callable | None = None,
+    mask_aux: Aux = None,
+    score_aux: Aux = None,
+    check: bool = False,
+) -> Any:
+    """`attention` of each of many sequences, packed one behind the other; differentiable with torch.
+
+    q: (total_q, heads, head_dim), k: (total_k, heads_kv, head_dim), v: (total_k, heads_kv, head_dim_v).
+    cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on the device of q, from 0 up to the total and never falling:
+    sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1], which may be none. To mask and score functions b is the
+    number of the sequence, and q_idx, kv_idx, seqlen_q and seqlen_k are its own; causal is aligned within each.
+    max_seqlen_q, max_seqlen_k: hints, and only that. Where max_seqlen_q is short, query heads that share a key head
+    share tiles. Nothing waits for the device.
+    seqused_k: int32 (batch,), how many of the keys of each sequence are used, its length at most: the others are not
+    read, and have zero gradients.
+    check: look at the values of cu_seqlens and seqused_k, for which this waits for the device; on the CPU they always
+    are. Unchecked, wrong ones are read and written by.
+    Returns o (total_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32 (heads, total_q).
+    Raises ValueError or TypeError before anything is compiled.
+    """
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
+    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "seqused_k": seqused_k}
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if traced_by_torch():
+        return untraced(varlen_attention)(*given, causal, scale, return_lse, **options, **arrays, check=check)
+    library_of(q)
+    library_of(v, "v")
+    sequences.check_dimensions("q", q)
+    sequences.check_dimensions("v", v)
+    dtype = str(q.dtype).removeprefix("torch.")
+    # A kernel of its functions, its chip and its options is one object: only functions are traced again.
+    kernel: Any = compile(q.shape[2], causal, head_dim_v=v.shape[2], dtype=dtype, varlen=True, **options)
+    return kernel(*given, scale=scale, return_lse=return_lse, check=check, **arrays)

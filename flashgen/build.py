@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 from flashgen import debug, lower
 from flashgen.attention import backward as backward_nests
 from flashgen.attention import backward_aux as backward_aux_nest
+from flashgen.attention import blocks as blocks_nest
 from flashgen.attention import forward as forward_nest
+from flashgen.attention import sinks as sink_nests
 from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.printer import kernel_text
-from flashgen.plan import packing, planner, sm90_backward
+from flashgen.plan import blocks as blocks_plan
+from flashgen.plan import packing, planner, sm90_backward, tuned
 from flashgen.plan.arch import TOY, Arch, check_real, portable_record
 from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
@@ -59,14 +62,15 @@ def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
 
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The forward's one kernel; heads are packed where the chip's own family has it."""
-    own = _forward_arch(spec, arch)
-    return (_forward(spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1), own),)
+    own = forward_arch(spec, arch)
+    planned = spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1, length="")
+    return (_forward(planned, own),)
 
 
 def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
     """How many heads of a group the forward should pack into a tile, for so many queries."""
-    own = _forward_arch(spec, arch)
-    if own.family != "sm90":
+    own = forward_arch(spec, arch)
+    if own.family != "sm90" or spec.dropout:  # whose random numbers are made for whole tiles of one head
         return 1
 
     def block_q(packed: int) -> int:
@@ -75,11 +79,22 @@ def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
     return packing.heads_to_pack(seqlen_q, group, block_q)
 
 
+def for_sizes(spec: Spec, arch: Arch, seqlen_q: int, seqlen_k: int, group: int) -> Spec:
+    """The spec of the forward that suits a call: as many heads in a tile as there is room for, else its length.
+
+    group: query heads of one key head.
+    """
+    packed = heads_to_pack(spec, arch, seqlen_q, group)
+    if packed > 1:
+        return replace(spec, packed=packed)
+    return replace(spec, length=tuned.length("attention_forward", spec, forward_arch(spec, arch), seqlen_k))
+
+
 @cache
-def _forward_arch(spec: Spec, arch: Arch) -> Arch:
-    """The record to plan the forward for: the portable one where what functions load leaves no tile room."""
+def forward_arch(spec: Spec, arch: Arch) -> Arch:
+    """The record to plan the forward for: the portable one where functions, or random numbers, leave no tile room."""
     own = arch_for("attention_forward", spec, arch)
-    if spec.arrays and own.portable:
+    if (spec.mask or spec.score or spec.dropout) and own.portable:
         try:
             _forward_plan(spec.forward(), own)
         except planner.PlanError as error:
@@ -90,7 +105,9 @@ def _forward_arch(spec: Spec, arch: Arch) -> Arch:
 
 @cache
 def _forward_plan(spec: Spec, arch: Arch) -> Plan:
-    return planner.plan(forward_nest.forward(spec), spec, arch)
+    return planner.plan(
+        forward_nest.forward(spec), spec, arch, may_spill=bool(spec.mask or spec.score) and not arch.portable
+    )
 
 
 @cache
@@ -105,32 +122,46 @@ def forward_with(spec: Spec, plan: Plan) -> Stages:
 
 @cache
 def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
-    """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), then what makes dq.
+    """The backward's kernels in the order of their launches: delta, dK and dV (with dQ), what makes dq, and dsinks.
 
-    None of them packs heads. The derivative of a score function may take a tile too many, or what functions load from
-    arrays: then dQ has its own kernel; where no tile fits even so, the portable kernels are taken.
+    None of them packs heads.
+    """
+    return backward_with(*backward_plans(spec, arch))
+
+
+def backward_plans(spec: Spec, arch: Arch) -> tuple[Spec, Plan, Plan | None]:
+    """What the backward is made for, the plan of its main kernel, and that of dQ's kernel where there is one.
+
+    The derivative of a score function may take a tile too many, what functions load from arrays, or random numbers:
+    then dQ has its own kernel; where no tile fits even so, the portable kernels are taken, and of these in the end
+    those that are estimated to spill least: no function is refused.
     """
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
-    if (spec.score is not None or spec.arrays) and arch.portable:
-        ways += [(replace(spec, deterministic=True), arch), (spec, portable_record(arch))]
+    takes_more = spec.score is not None or spec.mask is not None or spec.dropout
+    if takes_more:
+        apart = replace(spec, deterministic=True)
+        ways += [(apart, arch)]
+        ways += [(way, portable_record(arch)) for way in (spec, apart) if arch.portable]
     for way, chip in ways[:-1]:
         try:
-            return _backward(way, chip)
+            return _backward_plans(way, chip)
         except planner.PlanError as error:
             log.info("%s: %s", spec, error)
-    return _backward(*ways[-1])
+    return _backward_plans(*ways[-1], may_spill=takes_more)
 
 
-def _backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
-    nest = backward_nests.backward(backward_spec(spec, arch))
-    return backward_with(spec, planner.plan(nest, spec, arch))
+def _backward_plans(spec: Spec, arch: Arch, may_spill: bool = False) -> tuple[Spec, Plan, Plan | None]:
+    own = backward_spec(spec, arch)
+    main = planner.plan(backward_nests.backward(own), spec, arch, may_spill)
+    dq = planner.plan(backward_nests.backward_dq(own), own, arch, may_spill) if own.deterministic else None
+    return own, main, dq
 
 
 def backward_spec(spec: Spec, arch: Arch) -> Spec:
-    """What the backward of a spec is made for: no packed heads; deterministic where dQ has its own kernel."""
+    """What the backward of a spec is made for: any length, one head in a tile; deterministic where dQ is made apart."""
     apart = arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v)
-    return replace(spec, packed=1, deterministic=spec.deterministic or apart)
+    return replace(spec, packed=1, length="", deterministic=spec.deterministic or apart)
 
 
 def backward_with(spec: Spec, main: Plan, dq: Plan | None = None) -> tuple[Stages, ...]:
@@ -152,13 +183,29 @@ def backward_with(spec: Spec, main: Plan, dq: Plan | None = None) -> tuple[Stage
         last = _finish(dq_nest, dq or planner.plan(dq_nest, spec, arch), spec)
     else:
         last = follow(backward_nests.convert_dq)
-    return follow(backward_nests.delta), _finish(nest, main, spec), last
+    return follow(backward_nests.delta), _finish(nest, main, spec), last, *_of_sinks(spec, portable)
+
+
+def _of_sinks(spec: Spec, arch: Arch) -> Iterator[Stages]:
+    """The kernels of the gradient of the sinks, where the spec has them."""
+    for make in (sink_nests.partial_sums, sink_nests.gradient) if spec.sinks else ():
+        kernel = make(spec)
+        yield _finish(kernel, planner.plan_sums(kernel, spec, arch), spec)
+
+
+@cache
+def block_counts(spec: Spec, arch: Arch, block_size: int) -> Stages:
+    """The kernel that counts what the masks of a spec show of each block; no other part of the spec counts."""
+    spec = Spec(causal=spec.causal, mask=spec.mask)
+    kernel = blocks_nest.blocks(spec)
+    portable = portable_record(arch) if arch.portable else arch
+    return _finish(kernel, blocks_plan.plan(kernel.name, portable, block_size), spec)
 
 
 @cache
 def backward_aux(spec: Spec, arch: Arch, part: backward_aux_nest.Part) -> Stages:
     """The kernel of one part of the gradient of an array; every chip runs the portable one."""
-    spec = replace(spec, packed=1, deterministic=False)
+    spec = replace(spec, packed=1, length="", deterministic=False, sinks=None, listed=False)
     nest = backward_aux_nest.backward_aux(spec, part)
     return _finish(nest, planner.plan(nest, spec, portable_record(arch) if arch.portable else arch), spec)
 

@@ -7,7 +7,7 @@ other chips are not kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen import build, masks, scores, variants
@@ -35,22 +35,36 @@ SPECS = (
     Spec(192, 128, BF16, causal=True),  # values narrower than keys
     Spec(128, 128, BF16, causal=True, deterministic=True),
     Spec(128, 128, BF16, causal=True, packed=8),  # few queries of grouped heads
+    Spec(64, 64, BF16, causal=True, length="short"),  # tiles that suit few or many keys, and the others not
+    Spec(256, 256, BF16, causal=False, length="short"),
+    Spec(128, 128, BF16, causal=False, length="long"),
+    Spec(128, 128, BF16, causal=True, length="long"),
     with_functions(True, softcap=50.0),
     with_functions(True, score_mod=scores.alibi),
     with_functions(False, window=(1024, 0)),
     with_functions(True, mask_mod=masks.document),
+    Spec(128, 128, BF16, causal=True, varlen=True),  # packed sequences
+    replace(with_functions(True, mask_mod=masks.document), listed=True),  # walks the lists of flashgen.block_mask
 )
 
+BLOCK_SIZE = 64  # of the kernel that counts for lists, by default
 SHOWN = ARCHES["sm_80"]  # the chip whose text is kept
 HOPPER = ARCHES["sm_90a"]  # whose text is kept for the kernels of its own family
 COMPILED = tuple(ARCHES[name] for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_120"))
 
 
+def forward_only(spec: Spec) -> bool:
+    """True for a spec that only Hopper's forward heeds: of others there is no kernel of its own to show."""
+    return spec.packed > 1 or bool(spec.length)
+
+
 def files(spec: Spec) -> dict[str, str]:
-    """The files that generated/ holds for a spec: path below generated/ -> text. Of a packed one, its forward alone."""
+    """The files that generated/ holds for a spec: path below generated/ -> text."""
     texts = {}
     made = (*build.everything(spec, SHOWN).values(), *build.everything(spec, HOPPER).values())
-    if spec.packed > 1:
+    if spec.listed:
+        made += (build.block_counts(spec, SHOWN, BLOCK_SIZE),)
+    if forward_only(spec):
         made = build.forward(spec, HOPPER)
     for stages in (item for item in made if item.plan.arch in (SHOWN, HOPPER)):
         path = f"{stages.plan.arch.family}/{spec}/{stages.tile.name}"

@@ -41,6 +41,21 @@ def window(left: int | None, right: int | None, top_left: bool = False) -> Mask:
     return _filed(sees, f"window{sides}{'_top_left' * top_left}")
 
 
+def sink_window(left: int | None, right: int | None, first: int = 4, top_left: bool = False) -> Mask:
+    """`window`, and beside it the `first` keys of a sequence, in no query's future ("attention sinks" of StreamingLLM).
+
+    No key behind a query's own place but those of `right` is seen. Blocks of keys between the first ones and the window
+    are not skipped: an interval of blocks has no hole.
+    """
+    near = window(left, right, top_left)
+    past = window(None, right, top_left)
+
+    def sees(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return near(b, h, q_idx, kv_idx) | ((kv_idx < first) & past(b, h, q_idx, kv_idx))
+
+    return _filed(sees, f"first{first}_{near.file_name}")  # type: ignore[attr-defined]
+
+
 def prefix(length: int) -> Mask:
     """Prefix-LM: every query sees the first `length` keys, and else what `causal` shows it."""
 

@@ -11,6 +11,7 @@ from flashgen.ir.expr import Expr
 
 MAX_HEAD_DIM = 256
 MAX_PACKED = 64
+LENGTHS = ("", "short", "long")
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,15 @@ class Spec:
     aligned: rows of all inputs start on 16-byte boundaries, so that tiles are copied 16 bytes at a time.
     packed: query heads of one key head that share a tile of queries in the forward; a power of two that divides the
         group, up to 64. Only Hopper's forward packs, the others take it for 1.
+    length: "short" or "long" for a tile that was measured to suit few or many keys (plan/tuned.py), "" for the usual
+        one. Every kernel is right for every length.
     mask: which keys a query sees, among those that `causal` shows it; None for all of them.
     score: what takes the place of each scaled score; None for the score itself.
+    varlen: sequences of different lengths are packed one behind the other, as cu_seqlens_q and cu_seqlens_k say.
+    used: of each sequence of keys only the first seqused_k[b] are used.
+    dropout: probabilities are dropped at random; with which probability, and from which seed, is said by each call.
+    sinks: the type of the array with a logit for each head that takes part in the denominators; None without.
+    listed: loops over blocks walk lists that a call brings (flashgen.block_mask), not all blocks between limits.
     """
 
     head_dim: int = 128
@@ -59,8 +67,14 @@ class Spec:
     deterministic: bool = False
     aligned: bool = True
     packed: int = 1
+    length: str = ""
     mask: Function | None = None
     score: Function | None = None
+    varlen: bool = False
+    used: bool = False
+    sinks: DType | None = None
+    dropout: bool = False
+    listed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -72,6 +86,8 @@ class Spec:
                 )
         if self.packed not in (1, 2, 4, 8, 16, 32, MAX_PACKED):
             raise ValueError(f"packed = {self.packed} must be a power of two up to {MAX_PACKED}")
+        if self.length not in LENGTHS:
+            raise ValueError(f"length = {self.length!r} must be one of {LENGTHS}")
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -85,9 +101,14 @@ class Spec:
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         flags = ["causal"] * self.causal + [function.name for function in (self.mask, self.score) if function]
+        flags += ["varlen"] * self.varlen + ["used"] * self.used
+        flags += ["dropout"] * self.dropout
+        flags += [f"sinks_{self.sinks.cuda}"] if self.sinks else []
         flags += ["deterministic"] * self.deterministic
         flags += [] if self.aligned else ["unaligned"]
         flags += [f"packed{self.packed}"] if self.packed > 1 else []
+        flags += [self.length] if self.length else []
+        flags += ["listed"] if self.listed else []
         return "_".join([dims, self.dtype.cuda, *flags])
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-from flashgen.attention import parts
+from flashgen.attention import dropout, lists, parts
 from flashgen.attention.parts import (
     BATCHES,
     BLOCK_KV,
@@ -36,6 +36,7 @@ from flashgen.attention.parts import (
     SEQLEN_K,
     SEQLEN_Q,
 )
+from flashgen.attention.varlen import of_sequences
 from flashgen.ir.dtype import F32
 from flashgen.ir.expr import INF, NEG_INF, Cast, Const, Expr, I, J, Var, ceil_div, exp2, load, select, walk
 from flashgen.ir.nodes import (
@@ -67,6 +68,7 @@ def _dq_accumulator() -> Buffer:
     return Buffer("dq_workspace", shape, F32, Space.GLOBAL, layout_of="dq_acc")
 
 
+@of_sequences
 def delta(spec: Spec) -> Kernel:
     """Preprocess: delta = rowsum(dO * O) - dlse, lse in base 2 (+inf for rows without keys, so that P = 0)."""
     zero_dq = () if spec.deterministic else (Fill(parts.rows_of("dq_workspace", HEAD, Q_START), Const(0.0)),)
@@ -109,13 +111,13 @@ def delta(spec: Spec) -> Kernel:
     )
 
 
+@of_sequences
 def backward(spec: Spec) -> Kernel:
     """dK and dV of a block of keys, and its share of dQ unless the spec is deterministic."""
-    steps = For("q_block", Const(0), ceil_div(SEQLEN_Q, BLOCK_Q), _step(spec))
     return Kernel(
         name="attention_backward",
         level=Level.TILE,
-        scalars=(*parts.SIZES, *SCALES),
+        scalars=(*parts.SIZES, *SCALES, *dropout.scalars(spec)),
         axes=(
             Axis("kv_block", ceil_div(SEQLEN_K, BLOCK_KV)),
             Axis("head_kv", HEADS_KV),
@@ -128,9 +130,9 @@ def backward(spec: Spec) -> Kernel:
             Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
             Fill("dk_acc", Const(0.0)),
             Fill("dv_acc", Const(0.0)),
-            For("head_in_group", Const(0), GROUP, (steps,)),
+            *_steps(spec),
             Map("dk_out", Cast(spec.dtype, load("dk_acc", I, J) * SCALE)),
-            Map("dv_out", Cast(spec.dtype, load("dv_acc", I, J))),
+            Map("dv_out", Cast(spec.dtype, load("dv_acc", I, J) * (dropout.KEEP_SCALE if spec.dropout else 1))),
             Copy("dk_tile", "dk_out"),
             Copy("dv_tile", "dv_out"),
             Copy(parts.rows_of("dk", HEAD_KV, KV_START), "dk_tile"),
@@ -169,29 +171,39 @@ def _backward_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.register("dv_out", "block_kv", "head_dim_v", dtype=half),
         *(() if spec.deterministic else dq),
         *parts.arrays(spec),
+        *((lists.QUERIES,) if spec.listed else ()),
     )
+
+
+def _steps(spec: Spec) -> tuple[Stmt, ...]:
+    """The blocks of queries of each head of the group: all of them, or those that are listed for the block of keys."""
+    if spec.listed:
+        return lists.over_queries(_step(spec))
+    place = (Let("head", HEAD_KV * GROUP + Var("head_in_group")), Let("q_start", Q_BLOCK * BLOCK_Q))
+    blocks = For("q_block", Const(0), ceil_div(SEQLEN_Q, BLOCK_Q), (*place, *_step(spec)))
+    return (For("head_in_group", Const(0), GROUP, (blocks,)),)
 
 
 def _step(spec: Spec) -> tuple[Stmt, ...]:
     """One block of queries of one head."""
     head: Expr = Var("head")
-    visible = parts.visible(spec, transposed=True, queries=not parts.stays_finite(spec))
+    weighted = _weighted(spec, transposed=True)
     return (
-        Let("head", HEAD_KV * GROUP + Var("head_in_group")),
-        Let("q_start", Q_BLOCK * BLOCK_Q),
         Copy("q_tile", parts.rows_of("q", head, Q_START)),
         Copy("lse_tile", parts.rows_of("lse_log2", head, Q_START)),
         Copy("dout_tile", parts.rows_of("dout", head, Q_START)),
         Copy("delta_tile", parts.rows_of("delta", head, Q_START)),
         Gemm("s", "k_tile", "q_tile", transpose_b=True, note="keys are rows: s is the transpose of Q K^T"),
         *_scored(spec, transposed=True),
-        Map("s", select(visible, load("s", I, J), NEG_INF), note="mask"),
+        parts.masked(spec, transposed=True, queries=not parts.stays_finite(spec)),
         Map("p", exp2(load("s", I, J) * parts.exponent(spec) - load("lse_tile", J))),
+        *dropout.marked(spec),
         Gemm("dp", "v_tile", "dout_tile", transpose_b=True),
-        Map("p_operand", Cast(spec.dtype, load("p", I, J))),
-        *_weighted(spec, transposed=True),
+        Map("p_operand", Cast(spec.dtype, dropout.without_dropped(spec))),
+        *dropout.before_weights(spec, weighted),
+        *weighted,
         Gemm("dv_acc", "p_operand", "dout_tile", accumulate=True),
-        Map("ds", load("p", I, J) * (load("dp", I, J) - load("delta_tile", J))),
+        Map("ds", dropout.gradient(spec, load("delta_tile", J), weighted)),
         Map("ds_operand", Cast(spec.dtype, load("ds", I, J))),
         *(() if spec.deterministic else (Copy("ds_tile", "ds_operand", note="dQ needs every key of the block"),)),
         Gemm("dk_acc", "ds_operand", "q_tile", accumulate=True),
@@ -232,6 +244,7 @@ def _dq_step(head: Expr) -> tuple[Stmt, ...]:
     )
 
 
+@of_sequences
 def convert_dq(spec: Spec) -> Kernel:
     """Postprocess: dq = scale * accumulator, in the storage type."""
     return Kernel(
@@ -262,13 +275,14 @@ def _store_dq(spec: Spec) -> tuple[Stmt, ...]:
     )
 
 
+@of_sequences
 def backward_dq(spec: Spec) -> Kernel:
     """dQ of a block of queries, for the deterministic backward."""
     axes = (Axis("q_block", ceil_div(SEQLEN_Q, BLOCK_Q), longest_first=parts.longest_first(spec)), *Q_AXES[1:])
     return Kernel(
         name="attention_backward_dq",
         level=Level.TILE,
-        scalars=(*parts.SIZES, *SCALES),
+        scalars=(*parts.SIZES, *SCALES, *dropout.scalars(spec)),
         axes=axes,
         buffers=_backward_dq_buffers(spec),
         body=(
@@ -279,7 +293,7 @@ def backward_dq(spec: Spec) -> Kernel:
             Copy("lse_row", Window("lse_log2", (Var("batch"), HEAD, Q_START))),
             Copy("delta_row", Window("delta", (Var("batch"), HEAD, Q_START))),
             Fill("dq_acc", Const(0.0)),
-            For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), _dq_only_step(spec)),
+            *parts.over_keys(spec, HEAD, _dq_only_step(spec)),
             *_store_dq(spec),
         ),
     )
@@ -306,21 +320,22 @@ def _backward_dq_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.register("dq_acc", "block_q", "head_dim"),
         parts.register("dq_out", "block_q", "head_dim", dtype=spec.dtype),
         *parts.arrays(spec),
+        *((lists.KEYS,) if spec.listed else ()),
     )
 
 
 def _dq_only_step(spec: Spec) -> tuple[Stmt, ...]:
     """One block of keys."""
     return (
-        Let("kv_start", KV_BLOCK * BLOCK_KV),
         Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
         Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
         Gemm("s", "q_tile", "k_tile", transpose_b=True),
         *_scored(spec),
-        Map("s", select(parts.visible(spec), load("s", I, J), NEG_INF), note="mask"),
+        parts.masked(spec),
         Map("p", exp2(load("s", I, J) * parts.exponent(spec) - load("lse_row", I))),
         Gemm("dp", "dout_tile", "v_tile", transpose_b=True),
         *_weighted(spec),
+        *dropout.gradient_dropped(spec),
         Map("ds", load("p", I, J) * (load("dp", I, J) - load("delta_row", I))),
         Map("ds_operand", Cast(spec.dtype, load("ds", I, J))),
         Gemm("dq_acc", "ds_operand", "k_tile", accumulate=True),

@@ -13,35 +13,38 @@ from __future__ import annotations
 
 import math
 
-from flashgen.attention import parts
+from flashgen.attention import dropout, lists, parts, sinks
 from flashgen.attention.parts import (
     BATCHES,
-    BLOCK_KV,
     GROUP,
     HEAD,
     HEAD_BLOCK,
     HEAD_KV,
-    KV_BLOCK,
     KV_START,
     Q_BLOCK,
     Q_START,
-    SEQLEN_K,
     SEQLEN_Q,
 )
+from flashgen.attention.varlen import of_sequences
 from flashgen.ir.dtype import F32
 from flashgen.ir.expr import NEG_INF, Cast, Const, I, J, ceil_div, exp2, load, log, select
-from flashgen.ir.nodes import Axis, Buffer, Copy, Fill, For, Gemm, Kernel, Let, Level, Map, RowReduce, Scalar, Stmt
+from flashgen.ir.nodes import Axis, Buffer, Copy, Fill, Gemm, Kernel, Let, Level, Map, RowReduce, Scalar, Stmt
 from flashgen.spec import Spec
 
 NAME = "attention_forward"
 
 
+@of_sequences
 def forward(spec: Spec) -> Kernel:
     """The forward kernel of a spec, at TILE level: o and the natural-log LSE of each row."""
     return Kernel(
         name=NAME,
         level=Level.TILE,
-        scalars=(*parts.SIZES, Scalar("scale_log2" if spec.score is None else "scale", F32)),
+        scalars=(
+            *parts.SIZES,
+            Scalar("scale_log2" if spec.score is None else "scale", F32),
+            *dropout.scalars(spec),
+        ),
         axes=(
             Axis("q_block", ceil_div(SEQLEN_Q, parts.positions(spec)), longest_first=parts.longest_first(spec)),
             parts.head_axis(spec),
@@ -57,7 +60,7 @@ def forward(spec: Spec) -> Kernel:
             Fill("row_max", NEG_INF),
             Fill("row_sum", Const(0.0)),
             Fill("offset", Const(0.0)),
-            For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), _step(spec)),
+            *parts.over_keys(spec, HEAD // spec.packed, _step(spec)),
             *_epilogue(spec),
         ),
     )
@@ -88,7 +91,10 @@ def _buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.register("o_out", "block_q", "head_dim_v", dtype=spec.dtype),
         *(parts.register(name, "block_q") for name in ("row_max", "row_max_old", "offset", "rescale", "row_sum")),
         *(parts.register(name, "block_q") for name in ("inverse", "lse_row")),
+        *(sinks.registers() if spec.sinks else ()),
         *parts.arrays(spec),
+        *parts.sinks(spec),
+        *((lists.KEYS,) if spec.listed else ()),
     )
 
 
@@ -97,12 +103,11 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
     factor = parts.exponent(spec)
     scored = () if spec.score is None else (Map("s", parts.scored(spec), note=spec.score.name),)
     return (
-        Let("kv_start", KV_BLOCK * BLOCK_KV),
         Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
         Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
         Gemm("s", "q_tile", "k_tile", transpose_b=True),
         *scored,
-        Map("s", select(parts.visible(spec), load("s", I, J), NEG_INF), note="mask"),
+        parts.masked(spec),
         Map("row_max_old", load("row_max", I)),
         RowReduce("row_max", "max", "s"),
         Map(
@@ -114,6 +119,7 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
         Map("p", exp2(load("s", I, J) * factor - load("offset", I))),
         Map("row_sum", load("row_sum", I) * load("rescale", I)),
         RowReduce("row_sum", "sum", "p"),
+        *dropout.dropped(spec),
         Map("p_operand", Cast(spec.dtype, load("p", I, J))),
         Map("o_acc", load("o_acc", I, J) * load("rescale", I)),
         Gemm("o_acc", "p_operand", "v_tile", accumulate=True),
@@ -122,6 +128,18 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
 
 def _epilogue(spec: Spec) -> tuple[Stmt, ...]:
     """Normalise, and keep log(sum exp) of each row for the backward pass."""
+    return (
+        *(sinks.epilogue(spec) if spec.sinks else _normalised()),
+        *dropout.scaled(spec),
+        Copy(parts.rows_of("lse", HEAD, Q_START, spec.packed), "lse_row"),
+        Map("o_out", Cast(spec.dtype, load("o_acc", I, J) * load("inverse", I))),
+        Copy("o_tile", "o_out"),
+        Copy(parts.rows_of("o", HEAD, Q_START, spec.packed), "o_tile"),
+    )
+
+
+def _normalised() -> tuple[Stmt, ...]:
+    """`inverse` and `lse_row` of each row, from `offset` and `row_sum`."""
     empty = load("row_sum", I).equals(Const(0.0))
     return (
         Map("inverse", select(empty, Const(0.0), Const(1.0) / load("row_sum", I)), note="rows without keys give O = 0"),
@@ -129,8 +147,4 @@ def _epilogue(spec: Spec) -> tuple[Stmt, ...]:
             "lse_row",
             select(empty, NEG_INF, load("offset", I) * Const(math.log(2.0)) + log(load("row_sum", I))),
         ),
-        Copy(parts.rows_of("lse", HEAD, Q_START, spec.packed), "lse_row"),
-        Map("o_out", Cast(spec.dtype, load("o_acc", I, J) * load("inverse", I))),
-        Copy("o_tile", "o_out"),
-        Copy(parts.rows_of("o", HEAD, Q_START, spec.packed), "o_tile"),
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 from flashgen import masks, trace
+from flashgen.attention import lists
 from flashgen.calculus import affine, derivative, grows, tame
 from flashgen.ir.dtype import F32, I32
 from flashgen.ir.expr import (
+    NEG_INF,
     Binary,
     Cast,
     Const,
@@ -17,13 +19,14 @@ from flashgen.ir.expr import (
     Unary,
     Var,
     by_element,
+    ceil_div,
     load,
     rebuild,
     select,
     substitute,
     variables,
 )
-from flashgen.ir.nodes import Axis, Buffer, Scalar, Space, Window
+from flashgen.ir.nodes import Axis, Buffer, For, Let, Map, Scalar, Space, Stmt, Window
 from flashgen.spec import Spec
 
 BATCH, HEAD, HEAD_KV, HEAD_BLOCK = Var("batch"), Var("head"), Var("head_kv"), Var("head_block")
@@ -71,6 +74,11 @@ def arrays(spec: Spec) -> tuple[Buffer, ...]:
     )
 
 
+def sinks(spec: Spec) -> tuple[Buffer, ...]:
+    """The sink of each head, where the spec has them. It comes behind what functions read."""
+    return () if spec.sinks is None else (Buffer("sinks", ("any",), spec.sinks, Space.GLOBAL, by_element=True),)
+
+
 def rows_of(buffer: str, head: Expr, start: Expr, heads: int = 1) -> Window:
     """The tile of a tensor that starts at a row; where packed, the rows of several heads."""
     return Window(buffer, (BATCH, head, start), heads)
@@ -86,6 +94,20 @@ def head_axis(spec: Spec) -> Axis:
     return Axis("head", HEADS) if spec.packed == 1 else Axis(HEAD_BLOCK.name, HEADS // spec.packed)
 
 
+def masked(spec: Spec, transposed: bool = False, queries: bool = False) -> Stmt:
+    """The scores of hidden elements become -inf; of a listed block only where its entry says that there are some."""
+    expr = select(visible(spec, transposed, queries), load("s", I, J), NEG_INF)
+    return lists.masked(expr) if spec.listed else Map("s", expr, note="mask")
+
+
+def over_keys(spec: Spec, head: Expr, step: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """The step for each block of keys: all of them, or those listed for a block of queries; head: the list's."""
+    if spec.listed:
+        return lists.over_keys(head, step)
+    start = Let("kv_start", KV_BLOCK * BLOCK_KV)
+    return (For("kv_block", Const(0), ceil_div(SEQLEN_K, BLOCK_KV), (start, *step)),)
+
+
 CAUSAL = trace.mask(masks.causal)
 ELEMENTS = {"score", "q_idx", "kv_idx"}  # what differs from element to element, of the arguments of a function
 
@@ -96,7 +118,7 @@ def visible(spec: Spec, transposed: bool = False, queries: bool = False) -> Expr
     Rows of the tile are queries (where packed, those of one head after those of another) and columns keys, or the other
     way round where the tile is transposed. queries: of queries only those that exist.
     """
-    arguments = _arguments(spec, transposed)
+    arguments = arguments_of(spec, transposed)
     mask: Expr = arguments["kv_idx"] < SEQLEN_K
     if queries:
         mask = mask & (arguments["q_idx"] < SEQLEN_Q)
@@ -113,7 +135,7 @@ def _conjuncts(mask: Expr) -> tuple[Expr, ...]:
     return (mask,)
 
 
-def _arguments(spec: Spec, transposed: bool) -> dict[str, Expr]:
+def arguments_of(spec: Spec, transposed: bool) -> dict[str, Expr]:
     """What the arguments of mask and score functions are for the element (i, j) of the scores."""
     row: Expr = J if transposed else I
     head: Expr = HEAD
@@ -124,8 +146,8 @@ def _arguments(spec: Spec, transposed: bool) -> dict[str, Expr]:
 
 
 def longest_first(spec: Spec) -> bool:
-    """True where later blocks of queries see more keys."""
-    return grows(substitute(visible(spec), {"kv_start": KV_BLOCK * BLOCK_KV}), "kv_block", Q_START.name)
+    """True where later blocks of queries see more keys. Lists may have any length: blocks then ask for their tiles."""
+    return spec.listed or grows(substitute(visible(spec), {"kv_start": KV_BLOCK * BLOCK_KV}), "kv_block", Q_START.name)
 
 
 def exponent(spec: Spec) -> Expr:
@@ -136,24 +158,19 @@ def exponent(spec: Spec) -> Expr:
 def scored(spec: Spec, transposed: bool = False) -> Expr:
     """What the score function makes of the element (i, j) of s, a product of query and key."""
     assert spec.score is not None
-    return _of_element(spec.score.expr, spec, transposed)
+    return of_element(spec.score.expr, spec, transposed)
 
 
 def slope(spec: Spec, transposed: bool = False) -> Expr:
     """The derivative of the score function by the scaled score."""
     if spec.score is None:
         return Const(1.0)
-    return _of_element(derivative(spec.score.expr, "score"), spec, transposed)
-
-
-def of_element(expr: Expr, spec: Spec, transposed: bool = False) -> Expr:
-    """An expression over the arguments of a score function, for the element (i, j)."""
-    return _of_element(expr, spec, transposed)
+    return of_element(derivative(spec.score.expr, "score"), spec, transposed)
 
 
 def of_index(expr: Expr, spec: Spec, transposed: bool = False) -> Expr:
     """An index as a score function has it, for the element (i, j); for row i where it does not depend on j."""
-    return substitute(expr, _arguments(spec, transposed))
+    return substitute(expr, arguments_of(spec, transposed))
 
 
 def stays_finite(spec: Spec) -> bool:
@@ -169,9 +186,12 @@ def weighted(spec: Spec, factor: Expr) -> Expr:
     return select(p > 0.0, p * factor, 0.0)
 
 
-def _of_element(expr: Expr, spec: Spec, transposed: bool) -> Expr:
-    """The expression for the element (i, j). Where queries are columns the compiler would spill for sums of floats."""
-    expr = substitute(expr, _arguments(spec, transposed))
+def of_element(expr: Expr, spec: Spec, transposed: bool = False) -> Expr:
+    """An expression over the arguments of a score function, for the element (i, j).
+
+    Where queries are columns the compiler would spill for sums of floats.
+    """
+    expr = substitute(expr, arguments_of(spec, transposed))
     return _gathered(expr if transposed else _in_floats(expr))
 
 

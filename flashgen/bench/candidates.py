@@ -6,21 +6,23 @@ import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen import build
 from flashgen.attention import backward as backward_nests
 from flashgen.attention import forward as forward_nest
 from flashgen.bench.grid import Cell
-from flashgen.bench.peers import Attend, Peer, first_line
+from flashgen.bench.peers import Attend, Peer, device, first_line
+from flashgen.bench.variants import functions, modification
 from flashgen.ir.nodes import Kernel as Nest
-from flashgen.kernel import Kernel, programs
-from flashgen.plan import planner
+from flashgen.kernel import Kernel
+from flashgen.plan import planner, tuned
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate, Plan, Verdict
+from flashgen.runner import programs
 from flashgen.runtime.program import Program
-from flashgen.spec import Spec
+from flashgen.spec import LENGTHS, Spec
 
 NESTS = {
     "attention_forward": forward_nest.forward,
@@ -47,9 +49,20 @@ class Problem:
         """Which of the harness's directions launches the kernel."""
         return "fwd" if self.kernel == "attention_forward" else "bwd"
 
+    def at(self, seqlen_k: int) -> Problem:
+        """The problem of calls with so many keys."""
+        return self._of(tuned.length(self.kernel, self.spec, self.arch, seqlen_k))
+
+    def _of(self, length: str) -> Problem:
+        return replace(self, spec=replace(self.spec, length=length))
+
+    def choices(self) -> list[Candidate]:
+        """The planner's present choices for all lengths."""
+        return list(dict.fromkeys(self._of(length).plan().candidate for length in LENGTHS))
+
     def plan(self) -> Plan:
         """The planner's present choice, with every candidate's verdict."""
-        return planner.plan(self.nest, self.spec, self.arch)
+        return planner.plan(self.nest, self.spec, self.arch, may_spill=bool(self.spec.mask or self.spec.score))
 
     def stages(self, candidate: Candidate) -> tuple[build.Stages, ...]:
         """The kernels of a direction with a candidate for this one; the others are the planner's choice."""
@@ -58,19 +71,21 @@ class Problem:
             return (build.forward_with(self.spec, plan),)
         if self.kernel == "attention_backward":
             return build.backward_with(self.spec, plan)
-        main = planner.plan(backward_nests.backward(self.spec), self.spec, self.arch)
-        return build.backward_with(self.spec, main, plan)
+        return build.backward_with(self.spec, replace(self, kernel="attention_backward").plan(), plan)
 
 
-def problems(direction: str, head_dim: int, causal: bool, arch: Arch) -> list[Problem]:
-    """The kernels of a direction that have candidates: two in a backward that makes dQ apart."""
-    spec = Spec(head_dim, head_dim, causal=causal)
+def problems(direction: str, head_dim: int, causal: bool, arch: Arch, variant: str = "") -> list[Problem]:
+    """The kernels of a direction that have candidates: two in a backward that makes dQ apart.
+
+    Of a variant those that a call launches, which may be of the portable family.
+    """
+    causal, mask, score = functions(variant, causal)
+    spec = Spec(head_dim, head_dim, causal=causal, mask=mask, score=score)
     if direction == "fwd":
-        return [Problem("attention_forward", spec, build.arch_for("attention_forward", spec, arch))]
-    arch = build.arch_for("attention_backward", spec, arch)
-    spec = build.backward_spec(spec, arch)
+        return [Problem("attention_forward", spec, build.forward_arch(spec, arch))]
+    spec, main, _ = build.backward_plans(spec, arch)
     names = ("attention_backward", "attention_backward_dq") if spec.deterministic else ("attention_backward",)
-    return [Problem(name, spec, arch) for name in names]
+    return [Problem(name, spec, main.arch) for name in names]
 
 
 class CandidatePeer(Peer):
@@ -88,7 +103,8 @@ class CandidatePeer(Peer):
         return self.failure
 
     def bind(self, cell: Cell) -> Attend:
-        return self.kernel
+        arrays = modification(cell, device()).arrays
+        return lambda q, k, v: self.kernel(q, k, v, **arrays)
 
     def compile(self) -> None:
         """Compiles the kernels; a candidate that NVRTC refuses, or whose pipeline is lost, is not timed."""
@@ -119,11 +135,12 @@ class _GivenKernel(Kernel):
 
 
 def entrants(problem: Problem, chip: Arch, top: int | None) -> list[CandidatePeer]:
-    """The best candidates by the cost model, or all that fit, and the present choice in any case; not yet compiled."""
-    plan = problem.plan()
-    fitting = [verdict for verdict in plan.verdicts if not verdict.rejection]
-    chosen = [verdict for verdict in fitting[top:] if verdict.candidate == plan.candidate] if top else []
-    return [CandidatePeer(problem, verdict, chip) for verdict in [*fitting[:top], *chosen]]
+    """The best candidates by the cost model, or all that fit, and the present choices in any case; not yet compiled."""
+    choices = problem.choices()
+    verdicts = problem.plan().verdicts
+    best = [verdict for verdict in verdicts if not verdict.rejection][:top]
+    chosen = [verdict for verdict in verdicts if verdict.candidate in choices and verdict not in best]
+    return [CandidatePeer(problem, verdict, chip) for verdict in [*best, *chosen]]
 
 
 def compile_all(peers: Iterable[CandidatePeer]) -> None:

@@ -7,7 +7,8 @@ and each is judged by the median of its rounds. Before its rounds a competitor's
 attention, and after them once more: a kernel that is wrong, or wrong now and then, is reported and not ranked.
 
 Inputs are random, never zeros (zeros draw less power). q, k and v of a cell take 192 MiB together, several times the
-L2 cache of any card so far, so launches do not find their inputs in the cache and need not rotate among input sets.
+L2 cache of any card so far (packed sequences more), so launches do not find their inputs in the cache and need not
+rotate among input sets.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
 
 from flashgen.bench.grid import CHANNELS, Cell
 from flashgen.bench.peers import Peer, first_line
+from flashgen.bench.variants import modification
 
 ROUND_MS = 12.0  # the least time of one round; an event is good to about a microsecond
 GLANCE = 4  # the part of a round that shows which of many are worth rounds
@@ -154,13 +157,42 @@ def launcher(peer: Peer, cell: Cell, inputs: Sequence[Any]) -> Callable[[], Sequ
 
 
 def reference(cell: Cell, inputs: Sequence[Any]) -> list[Any]:
-    """(o,) or (dq, dk, dv) of a cell by whatever torch picks itself, in (batch, seqlen, heads, head_dim)."""
+    """(o,) or (dq, dk, dv) of a cell by whatever torch picks itself, in (batch, seqlen, heads, head_dim).
+
+    Of a variant by its definition, in float32.
+    """
+    if cell.variant:
+        return by_definition(cell, inputs)
     q, k, v, do = (tensor.transpose(1, 2).detach() for tensor in inputs)
     backward = cell.direction == "bwd"
     leaves = [tensor.requires_grad_(backward) for tensor in (q, k, v)]
     o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=cell.causal)
     outputs = torch.autograd.grad(o, leaves, do) if backward else (o,)
     return [output.transpose(1, 2) for output in outputs]
+
+
+def by_definition(cell: Cell, inputs: Sequence[Any]) -> list[Any]:
+    """`reference` of a variant: each head of each sequence by itself, since its scores are a square of floats."""
+    device = str(inputs[0].device)
+    changed = modification(cell, device)
+    sequences = pairwise(accumulate(changed.lengths or (cell.seqlen,), initial=0))
+    backward = cell.direction == "bwd"
+    outputs = [torch.empty(cell.shape, device=device) for _ in range(3 if backward else 1)]
+    for (begin, end), b, h in product(sequences, range(cell.batch), range(cell.heads)):
+        place = torch.arange(begin, end, device=device)
+        q_idx, kv_idx = place[:, None], place[None, :]
+        q, k, v = (tensor[b, begin:end, h].float().requires_grad_(backward) for tensor in inputs[:3])
+        score = q @ k.T / cell.head_dim**0.5
+        score = changed.score(score, b, h, q_idx, kv_idx) if changed.score else score
+        if changed.mask:
+            score = score.masked_fill(~changed.mask(b, h, q_idx, kv_idx), float("-inf"))
+        if cell.causal:
+            score = score.masked_fill(q_idx < kv_idx, float("-inf"))
+        o = score.float().softmax(-1) @ v
+        results = torch.autograd.grad(o, (q, k, v), inputs[3][b, begin:end, h].float()) if backward else (o,)
+        for output, result in zip(outputs, results, strict=True):
+            output[b, begin:end, h] = result
+    return outputs
 
 
 def compare(outputs: Sequence[Any], expected: Sequence[Any]) -> tuple[float, float]:
@@ -233,6 +265,7 @@ class Harness:
         self._race(working if margin is None else self._glance(working, margin, kept), expected)
         results |= {one.peer.name: one.record(cell.flops) for one in entrants}
         about = {"direction": cell.direction, "head_dim": cell.head_dim, "causal": cell.causal, "seqlen": cell.seqlen}
+        about |= {"variant": cell.variant} if cell.variant else {}
         return about | {"batch": cell.batch, "heads": cell.heads, "flops": cell.flops, "results": results}
 
     def _prepare(self, peer: Peer, cell: Cell, inputs: Sequence[Any], expected: Sequence[Any]) -> Competitor:

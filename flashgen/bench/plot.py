@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flashgen.bench.report import OWN, directions, peer_names, summary, tflops
+from flashgen.bench.report import OWN, directions, mask, peer_names, summary, tflops
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; markers differ too, for print without colour.
 STYLES = {
@@ -15,6 +15,7 @@ STYLES = {
     "flex": ("#CC79A7", "v"),
     "fa3": ("#56B4E9", "D"),
     "fa4": ("#000000", "P"),
+    "varlen": ("#E69F00", "X"),
 }
 DIRECTION = {"fwd": "forward", "bwd": "backward"}
 
@@ -27,7 +28,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = directions(results)
-    columns = sorted({(cell["head_dim"], cell["causal"]) for cell in results["cells"]})
+    columns = list(dict.fromkeys((cell["head_dim"], mask(cell)) for cell in results["cells"]))
     size = (3.1 * len(columns) + 0.6, 2.7 * len(rows) + 0.9)
     figure, axes = plt.subplots(len(rows), len(columns), figsize=size, sharex=True, sharey="row", squeeze=False)
     for row, direction in zip(axes, rows, strict=True):
@@ -55,12 +56,12 @@ def title(results: dict[str, Any]) -> str:
     return "\n".join([first, *(["flashgen, geometric means: " + "; ".join(means)] if means else [])])
 
 
-def draw_panel(axis: Any, results: dict[str, Any], direction: str, head_dim: int, causal: bool) -> None:
+def draw_panel(axis: Any, results: dict[str, Any], direction: str, head_dim: int, kind: str) -> None:
     """One panel: a line a peer over the cells of one direction, head dim and mask."""
     chosen = [
         cell
         for cell in results["cells"]
-        if (cell["direction"], cell["head_dim"], cell["causal"]) == (direction, head_dim, causal)
+        if (cell["direction"], cell["head_dim"], mask(cell)) == (direction, head_dim, kind)
     ]
     lengths = sorted({cell["seqlen"] for cell in results["cells"]})
     ends: dict[str, tuple[int, float]] = {}
@@ -71,7 +72,7 @@ def draw_panel(axis: Any, results: dict[str, Any], direction: str, head_dim: int
             width = 2.4 if name == OWN else 1.3
             axis.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, linewidth=width)
             ends[name] = points[-1]
-    axis.set_title(f"head dim {head_dim}, {'causal' if causal else 'full'}", fontsize=9)
+    axis.set_title(f"head dim {head_dim}, {kind}", fontsize=9)
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [short(length) for length in lengths])
     axis.minorticks_off()

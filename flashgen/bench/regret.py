@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashgen.bench.candidates import Problem, problems
-from flashgen.bench.grid import PRESETS
+from flashgen.bench.grid import PRESETS, mask_name
 from flashgen.plan import tuned
 from flashgen.plan.arch import for_capability, parse_arch
 from flashgen.plan.plan import Plan
@@ -47,7 +47,7 @@ def _sound(cell: Cell) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Group:
-    """The cells of one kernel, head_dim and mask, by length: plan/tuned.py has one line for all of them."""
+    """The cells of one kernel, head_dim, mask and variant that share a line in plan/tuned.py, by length."""
 
     about: dict[str, Any]
     problem: Problem
@@ -101,7 +101,7 @@ class Group:
         first, seqlens = self.cells[0], tuple(cell["seqlen"] for cell in self.cells)
         preset = next((name for name, item in PRESETS.items() if item.seqlens == seqlens), None)
         lengths = f"--preset {preset}" if preset else " ".join(f"--seqlen {seqlen}" for seqlen in seqlens)
-        mask = "causal" if first["causal"] else "full"
+        mask = f"variant {first['variant']}" if first.get("variant") else mask_name(first["causal"])
         text = f"python -m flashgen tune --direction {first['direction']} --head-dim {first['head_dim']} --{mask} "
         text += f"{lengths} --rounds {first['rounds']}" + (f" --top {first['top']}" if first["top"] else "")
         usual = for_capability(*map(int, self.about["capability"].split(".")))
@@ -109,19 +109,19 @@ class Group:
 
 
 def groups(results: Results) -> list[Group]:
-    """The cells by kernel, head_dim and mask, forward first."""
-    found: dict[tuple, list[Cell]] = {}
-    for cell in results["cells"]:
-        found.setdefault((cell["direction"], cell["head_dim"], cell["causal"], cell["kernel"]), []).append(cell)
-    arch, answer = parse_arch(results["about"]["arch"]), []
-    for (direction, head_dim, causal, kernel), cells in sorted(found.items(), key=lambda item: _place(*item[0])):
-        made = next(item for item in problems(direction, head_dim, causal, arch) if item.kernel == kernel)
-        answer.append(Group(results["about"], made, sorted(cells, key=lambda cell: cell["seqlen"])))
-    return answer
+    """The cells by kernel, head_dim, mask, variant and the length that they count as: forward first, shorter first."""
+    arch = parse_arch(results["about"]["arch"])
+    found: dict[Problem, list[Cell]] = {}
+    for cell in sorted(results["cells"], key=_place):
+        made = problems(cell["direction"], cell["head_dim"], cell["causal"], arch, cell.get("variant", ""))
+        problem = next(item for item in made if item.kernel == cell["kernel"]).at(cell["seqlen"])
+        found.setdefault(problem, []).append(cell)
+    return [Group(results["about"], problem, cells) for problem, cells in found.items()]
 
 
-def _place(direction: str, head_dim: int, causal: bool, kernel: str) -> tuple:
-    return direction != "fwd", head_dim, causal, kernel
+def _place(cell: Cell) -> tuple:
+    mask = (cell["causal"], cell.get("variant", ""))
+    return cell["direction"] != "fwd", cell["head_dim"], *mask, cell["kernel"], cell["seqlen"]
 
 
 def table(made: Sequence[Group], card: str) -> Table:
@@ -137,7 +137,7 @@ def table(made: Sequence[Group], card: str) -> Table:
             values += [] if value is None else [value]
             spec = group.problem.spec
             row = [group.problem.kernel.removeprefix("attention_"), str(spec.head_dim)]
-            row += ["causal" if spec.causal else "full", str(cell["seqlen"]), group.choice]
+            row += [mask_name(spec.causal, cell.get("variant", "")), str(cell["seqlen"]), group.choice]
             row += ["line" if group.plan.source.startswith("measurement") else "model", _time(cell, group.choice)]
             row += ["the same" if best == group.choice else best or "-", _time(cell, best)]
             grid.add_row(*row, "not timed" if value is None else _text(value, "[red]" if value > WITHIN else ""))
@@ -173,7 +173,7 @@ def failures(made: Sequence[Group]) -> Iterator[str]:
 
 def line(cell: Cell, problem: Problem) -> str:
     """A cell on one line, for the log while the tuner runs."""
-    choice, best = str(problem.plan().candidate), fastest(cell)
+    choice, best = str(problem.at(cell["seqlen"]).plan().candidate), fastest(cell)
     value, careful = regret(cell, choice), sum("ms" in record for record in cell["results"].values())
     text = f"{problem.kernel} {problem.spec} {cell['seqlen']}: {careful} timed of {len(cell['results'])}; "
     text += f"{_time(cell, choice)} ms, {'not timed' if value is None else _text(value)} behind"

@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flashgen.bench.grid import mask_name
+
 OWN = "flashgen"
 NOTABLE_SPREAD = 0.10
 
@@ -113,7 +115,7 @@ def table(results: dict[str, Any]) -> Table:
 
 def _row(cell: dict[str, Any], names: Sequence[str], against_fa2: bool) -> list[str]:
     fastest = max((rate for name in names if (rate := tflops(cell, name)) is not None), default=0.0)
-    row = [cell["direction"], str(cell["head_dim"]), "causal" if cell["causal"] else "full", str(cell["seqlen"])]
+    row = [cell["direction"], str(cell["head_dim"]), mask(cell), str(cell["seqlen"])]
     row += [entry(cell, name, fastest) for name in names]
     if OWN in names:
         row.append(_number(ratio(cell, best_peer(cell))))
@@ -169,7 +171,12 @@ def failures(results: dict[str, Any]) -> list[str]:
 
 def label(cell: dict[str, Any]) -> str:
     """A cell in a few words."""
-    return f"{cell['direction']} d{cell['head_dim']} {'causal' if cell['causal'] else 'full'} {cell['seqlen']}"
+    return f"{cell['direction']} d{cell['head_dim']} {mask(cell)} {cell['seqlen']}"
+
+
+def mask(cell: dict[str, Any]) -> str:
+    """The mask of a cell, and its variant."""
+    return mask_name(cell["causal"], cell.get("variant", ""))
 
 
 def line(cell: dict[str, Any]) -> str:

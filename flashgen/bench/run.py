@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flashgen.bench import grid, report
 from flashgen.bench.peers import Peer, choose
 from flashgen.bench.plot import plot
+from flashgen.bench.variants import VARIANTS
 
 DEVICE = "cuda"
 
@@ -42,6 +43,7 @@ def run(
     head_dims: Sequence[int] | None = None,
     seqlens: Sequence[int] | None = None,
     causal: Sequence[bool] | None = None,
+    variants: Sequence[str] = (),
     rounds: int = 7,
     out: str | Path = "bench-results",
     seed: int = 0,
@@ -61,7 +63,7 @@ def run(
     require_gpu()
     console = console or make_console()
     try:
-        cells = grid.cells(preset, directions, head_dims, causal, seqlens)
+        cells = grid.cells(preset, directions, head_dims, causal, seqlens, variants)
         chosen, missing = choose(peers)
     except ValueError as error:
         raise BenchError(str(error)) from None
@@ -119,7 +121,8 @@ def measure_all(
             progress.advance(task)
         results["cublas_tflops"]["after"] = heater.rate(100)
         progress.update(task, description="host time")
-        for head_dim, causal in dict.fromkeys((c.head_dim, c.causal) for c in cells if c.direction == "fwd"):
+        plain = [cell for cell in cells if cell.direction == "fwd" and not cell.variant]
+        for head_dim, causal in dict.fromkeys((cell.head_dim, cell.causal) for cell in plain):
             case = f"d{head_dim} {'causal' if causal else 'full'}"
             results["host_us"][case] = dict(harness.host_us(chosen, head_dim, causal))
 
@@ -157,7 +160,11 @@ def own_failures(results: dict[str, Any]) -> int:
 
 
 PRESET_HELP = "Part of the grid: " + "; ".join(f"{name}: {preset.why}" for name, preset in grid.PRESETS.items()) + "."
-PEERS_HELP = "Comma-separated: flashgen, fa2, cudnn, flex, fa3, fa4. Default: all that are installed, without flex."
+PEERS_HELP = (
+    "Comma-separated: flashgen, fa2, cudnn, flex, varlen, fa3, fa4. "
+    "Default: all that are installed, without flex and varlen."
+)
+VARIANT_HELP = "Time these instead, packed with lengths of its own. Repeatable."
 
 
 def grid_options(function: Callable) -> Callable:
@@ -183,6 +190,7 @@ def grid_options(function: Callable) -> Callable:
 
 @click.command("bench")
 @grid_options
+@click.option("--variant", type=click.Choice(list(VARIANTS)), multiple=True, help=VARIANT_HELP)
 @click.option("--peers", "names", metavar="NAMES", help=PEERS_HELP)
 @click.option("--rounds", type=click.IntRange(5), default=7, show_default=True, help="Rounds; the median counts.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs and of the order of competitors.")
@@ -190,6 +198,7 @@ def grid_options(function: Callable) -> Callable:
 def command(
     preset: str,
     direction: tuple[str, ...],
+    variant: tuple[str, ...],
     names: str | None,
     head_dim: tuple[int, ...],
     seqlen: tuple[int, ...],
@@ -200,12 +209,14 @@ def command(
 ) -> None:
     """Time flashgen beside what else is installed, on this machine's GPU.
 
-    Every cell has batch * seqlen = 16384 and heads * head_dim = 2048 in bf16. Writes bench.json, bench.txt and
-    bench.png. The spine preset takes about a minute.
+    Every cell has batch * seqlen = 16384 and heads * head_dim = 2048 in bf16; the variant packed has 64 sequences of 32
+    to 4096 tokens. Writes bench.json, bench.txt and bench.png. The spine preset takes about a minute.
 
     \b
     python -m flashgen bench --preset quick
     python -m flashgen bench --direction fwd --head-dim 128 --causal --peers flashgen,fa2
+    python -m flashgen bench --variant softcap --variant document --seqlen 4096 --peers flashgen,flex,fa4
+    python -m flashgen bench --variant packed --peers flashgen,flex,varlen,fa3,fa4
     """
     try:
         results = run(
@@ -215,6 +226,7 @@ def command(
             head_dim or None,
             seqlen or None,
             None if causal is None else (causal,),
+            variant,
             rounds,
             out,
             seed,

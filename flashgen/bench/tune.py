@@ -22,6 +22,7 @@ from flashgen.bench import candidates, grid, regret, report
 from flashgen.bench.candidates import CandidatePeer, Problem
 from flashgen.bench.grid import Cell
 from flashgen.bench.run import BenchError, grid_options, make_console, require_gpu
+from flashgen.bench.variants import OF_ONE_LENGTH
 from flashgen.kernel import current_arch
 from flashgen.plan.arch import Arch, parse_arch
 from flashgen.runtime.compile import nvrtc_version
@@ -35,9 +36,9 @@ class Tuner:
 
     The file: {"about": {"card", "capability", "arch", "nvrtc", "flashgen", ...}, "broken": {"kernels candidate":
     reason}, "cells": [{"kernel", "kernels", "date", "rounds", "top", "direction", "head_dim", "causal", "seqlen",
-    "batch", "heads", "flops", "results": {candidate: record}}]}, where "kernels" is a hash of the texts of all that was
-    timed together. A record has "cost", "registers", "spills" and either "failed", "skipped" or what
-    `measure.Competitor.record` gives.
+    "variant" where there is one, "batch", "heads", "flops", "results": {candidate: record}}]}, where "kernels" is a
+    hash of the texts of all that was timed together. A record has "cost", "registers", "spills" and either "failed",
+    "skipped" or what `measure.Competitor.record` gives.
     """
 
     def __init__(self, rounds: int, arch: Arch, output: Path, top: int | None, limit: float, console: Console) -> None:
@@ -54,18 +55,18 @@ class Tuner:
     def run(self, cells: Sequence[Cell]) -> None:
         """Times what the file does not have yet, until the time is over."""
         self.console.print(f"cuBLAS 8192-cubed bf16: {self.heater.settle()[1]:.0f} TFLOP/s warm", highlight=False)
-        for direction, head_dim, causal in dict.fromkeys(
-            (cell.direction, cell.head_dim, cell.causal) for cell in cells
-        ):
-            wanted = [c for c in cells if (c.direction, c.head_dim, c.causal) == (direction, head_dim, causal)]
-            for problem in candidates.problems(direction, head_dim, causal, self.arch):
+        kinds: dict[tuple, list[Cell]] = {}
+        for cell in cells:
+            kinds.setdefault((cell.direction, cell.head_dim, cell.causal, cell.variant), []).append(cell)
+        for (direction, head_dim, causal, variant), wanted in kinds.items():
+            for problem in candidates.problems(direction, head_dim, causal, self.arch, variant):
                 self._time_all(problem, wanted)
         if self.left_out:
             text = f"Out of time; left out: {', '.join(self.left_out)}. The same command continues."
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _time_all(self, problem: Problem, cells: Sequence[Cell]) -> None:
-        """The cells of one kernel, head_dim and mask."""
+        """The cells of one kernel, head_dim, mask and variant."""
         peers = candidates.entrants(problem, self.arch, self.top)
         kernels = candidates.digest(peers)
         missing = [cell for cell in cells if not self._has(problem, cell, kernels)]
@@ -83,8 +84,8 @@ class Tuner:
 
     @staticmethod
     def _same(entry: dict[str, Any], problem: Problem, cell: Cell) -> bool:
-        place = (entry["kernel"], entry["head_dim"], entry["causal"], entry["seqlen"])
-        return place == (problem.kernel, cell.head_dim, cell.causal, cell.seqlen)
+        place = (entry["kernel"], entry["head_dim"], entry["causal"], entry.get("variant", ""), entry["seqlen"])
+        return place == (problem.kernel, cell.head_dim, cell.causal, cell.variant, cell.seqlen)
 
     def _compile(self, problem: Problem, peers: Sequence[CandidatePeer], kernels: str) -> None:
         """Compiles what has not broken an earlier run."""
@@ -101,7 +102,7 @@ class Tuner:
         from flashgen.bench.measure import ContextLost
 
         try:
-            entry = self.harness.measure(cell, peers, MARGIN, [str(problem.plan().candidate)])
+            entry = self.harness.measure(cell, peers, MARGIN, [str(problem.at(cell.seqlen).plan().candidate)])
         except ContextLost as lost:
             self.results["broken"][f"{kernels} {lost.peer}"] = str(lost)
             report.save(self.results, self.output)
@@ -136,6 +137,7 @@ def opened(path: Path, here: dict[str, Any]) -> dict[str, Any]:
 
 @click.command("tune")
 @grid_options
+@click.option("--variant", type=click.Choice(OF_ONE_LENGTH), multiple=True, help="Time these instead. Repeatable.")
 @click.option("--top", type=click.IntRange(1), help="Only the best candidates by the model.  [default: all that fit]")
 @click.option("--rounds", type=click.IntRange(3), default=5, show_default=True, help="Rounds; the median counts.")
 @click.option("--limit", type=float, metavar="SECONDS", help="Begin no cell after so long.  [default: none]")
@@ -153,6 +155,7 @@ def opened(path: Path, here: dict[str, Any]) -> dict[str, Any]:
 def command(
     preset: str,
     direction: tuple[str, ...],
+    variant: tuple[str, ...],
     head_dim: tuple[int, ...],
     seqlen: tuple[int, ...],
     causal: bool | None,
@@ -166,11 +169,13 @@ def command(
     """Time the planner's candidates on this GPU; show how far its choices are behind the best.
 
     Where a choice is more than 3 percent behind, the end shows a line for flashgen/plan/tuned.py. Where the time for a
-    run is limited, --limit ends it between two cells; the same --output continues.
+    run is limited, --limit ends it between two cells; the same --output continues. A line for a variant is for all
+    functions of its kind: one for --variant window is taken for a window of any size.
 
     \b
     python -m flashgen tune --preset full --direction fwd --limit 540 --output fwd.json
     python -m flashgen tune --direction bwd --head-dim 128 --causal --seqlen 4096 --top 4
+    python -m flashgen tune --direction fwd --variant window --variant alibi --seqlen 4096 --output variants.json
     python -m flashgen tune --report fwd.json
     """
     console = make_console(220)
@@ -179,7 +184,7 @@ def command(
         return
     require_gpu()
     masks = None if causal is None else (causal,)
-    cells = grid.cells(preset, direction or grid.DIRECTIONS, head_dim or None, masks, seqlen or None)
+    cells = grid.cells(preset, direction or grid.DIRECTIONS, head_dim or None, masks, seqlen or None, variant)
     chip = current_arch() if arch is None else parse_arch(arch)
     tuner = Tuner(rounds, chip, output, top, float("inf") if limit is None else limit, console)
     tuner.run(cells)

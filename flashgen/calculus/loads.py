@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashgen.calculus.derivatives import derivative
 from flashgen.calculus.intervals import affine
-from flashgen.ir.expr import Expr, Load, Var, children, rebuild, variables, walk
+from flashgen.ir.expr import Expr, Load, Var, children, replaced, variables, walk
 
 _ELEMENT = Var("the element")
 
@@ -16,11 +16,7 @@ def loads_of(expr: Expr, array: str) -> tuple[Load, ...]:
 
 def derivative_by_load(expr: Expr, load: Load) -> Expr:
     """d expr / d load, where other elements of the same array count as constants."""
-    return _replaced(derivative(_replaced(expr, load, _ELEMENT), _ELEMENT.name), _ELEMENT, load)
-
-
-def _replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
-    return new if expr == old else rebuild(expr, lambda child: _replaced(child, old, new))
+    return replaced(derivative(replaced(expr, load, _ELEMENT), _ELEMENT.name), _ELEMENT, load)
 
 
 def by_distance(expr: Expr, one: str, other: str) -> bool:

@@ -13,13 +13,14 @@ import click
 
 from flashgen import build, variants
 from flashgen.build import Stages
+from flashgen.ir.dtype import F32
 from flashgen.plan.arch import ARCHES, Arch, parse_arch, with_shared_memory
 from flashgen.plan.planner import PlanError
-from flashgen.spec import Function, Spec, parse_dtype
+from flashgen.spec import LENGTHS, Function, Spec, parse_dtype
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 FUNCTIONS = tuple(inspect.signature(variants.functions).parameters)
-KERNELS = ("forward", "backward", "delta", "convert_dq", "backward_dq", "all")
+KERNELS = ("forward", "backward", "delta", "convert_dq", "backward_dq", "sink_sums", "dsinks", "all")
 
 
 class ByteCount(click.ParamType):
@@ -47,9 +48,13 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         click.option("--top-left", is_flag=True, help="As --causal, aligned with the first key instead of the last."),
         click.option("--window", help="LEFT,RIGHT: keys seen on both sides; 'all' for any number of them."),
         click.option("--softcap", type=float, help="Scores become softcap * tanh(score / softcap)."),
+        click.option("--sinks", is_flag=True, help="Each head has a logit that takes part in the denominators alone."),
+        click.option("--dropout", is_flag=True, help="A part of the probabilities is dropped, which each call says."),
         click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
+        click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one behind the other."),
         click.option("--packed", type=int, default=1, help="Query heads that share a tile, on sm_90a: 2, 4 ... 64."),
+        click.option("--length", type=click.Choice(LENGTHS[1:]), help="For few or many keys, where tiles differ."),
         click.option("--arch", default="sm_80", show_default=True, help=f"{', '.join(ARCHES)}."),
         click.option("--sram", type=ByteCount(), help="Pretend that a block has this much shared memory: 64KiB, 96K."),
         click.option(
@@ -77,9 +82,13 @@ def parse_problem(
     top_left: bool,
     window: str | None,
     softcap: float | None,
+    sinks: bool,
+    dropout: bool,
     dtype: str,
     deterministic: bool,
+    varlen: bool,
     packed: int,
+    length: str | None,
     arch: str,
     sram: int | None,
 ) -> tuple[Spec, Arch]:
@@ -91,7 +100,9 @@ def parse_problem(
     if file is not None and given:
         raise ValueError(f"{', '.join(given)} cannot be given beside {file}, whose `options` say all; change it there")
     causal, mask, score = variants.functions(**{"causal": False} | given) if file is None else functions_of(file)
-    spec = Spec(head_dim, width, parse_dtype(dtype), causal, deterministic, packed=packed, mask=mask, score=score)
+    same = (head_dim, width, parse_dtype(dtype), causal, deterministic)
+    more: dict[str, Any] = {"mask": mask, "score": score, "varlen": varlen, "dropout": dropout}
+    spec = Spec(*same, packed=packed, length=length or "", sinks=F32 if sinks else None, **more)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)
 

@@ -12,6 +12,7 @@ from flashgen.emit.wgmma import products
 from flashgen.ir.dtype import DType
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Note, Space, Stmt, name_of
 from flashgen.ir.visit import Body, statements
+from flashgen.machine import base
 from flashgen.machine.sm90_facts import mapped
 from flashgen.plan.plan import Plan
 from flashgen.plan.smem import SWIZZLE_ALIGNMENT
@@ -23,14 +24,14 @@ STRUCTURE = {For: "for_loop", If: "if_block", Let: "let", Note: "only_note"}
 def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
     """The CUDA of one kernel. The text depends on its arguments alone: no time, no path, no order of a set."""
     names = Names(kernel, plan)
-    family = plan.arch.family
+    headers = _headers(kernel, plan)
     render = partial(
         environment().get_template("kernel.cu.jinja").render,
         kernel=kernel,
         spec=spec,
         plan=plan,
         plan_lines=plan.text().splitlines(),
-        family=family,
+        headers=headers,
         grid=_grid(kernel, names),
         tensors=_tensors(kernel),
         scalars=[{"type": scalar.dtype.cuda, "name": scalar.name} for scalar in kernel.scalars],
@@ -45,8 +46,13 @@ def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
     )
     used = _words(render(constants=[]))
     text = render(constants=[item for item in _constants(kernel, plan, spec) if item["name"] in used])
-    headers = tuple((f"flashgen/{name}.cuh", header(f"{name}.cuh")) for name in ("common", family))
-    return Source(kernel.name, indent(text), headers)
+    return Source(kernel.name, indent(text), tuple((f"flashgen/{name}.cuh", header(f"{name}.cuh")) for name in headers))
+
+
+def _headers(kernel: Kernel, plan: Plan) -> tuple[str, ...]:
+    """What the text includes: a cubin is cached by all of it, so that what few kernels need is apart."""
+    by_element = any(isinstance(stmt, base.StoreElements | base.AddElements) for stmt in statements(kernel.body))
+    return ("common", plan.arch.family, *(("elements",) if by_element else ()))
 
 
 def _words(text: str) -> set[str]:

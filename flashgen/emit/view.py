@@ -5,8 +5,23 @@ from __future__ import annotations
 from dataclasses import fields
 from functools import cached_property
 
-from flashgen.emit.cexpr import c_text
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Var, rebuild, walk
+from flashgen.emit.cexpr import c_text, no_element
+from flashgen.ir.expr import (
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Expr,
+    I,
+    J,
+    Load,
+    Random,
+    Var,
+    children,
+    rebuild,
+    replaced,
+    walk,
+)
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
 from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
@@ -89,7 +104,13 @@ class Names:
         return buffer.space is Space.SHARED and self.plan.placement(buffer.name).swizzled
 
     def uniform(self, expr: Expr) -> str:
-        return c_text(expr, self.variable)
+        return c_text(expr, self.variable, self._uniform_element)
+
+    def _uniform_element(self, load: Load) -> str:
+        """A number that is the same for all threads, from an array that is read by element."""
+        if not self.kernel.buffer(load.buffer).by_element:
+            return no_element(load)
+        return f"args.{load.buffer}.at({', '.join(self.uniform(part) for part in load.index)})"
 
     def place(self, place: Place) -> str:
         """Registers by name, a stage of shared memory by address, a window by the address of its first element."""
@@ -109,13 +130,13 @@ class Names:
             return " * ".join(dim.upper() for dim in buffer.shape)
         return str(self.plan.placement(buffer.name).stage_bytes // buffer.dtype.bytes)
 
-    def element(self, expr: Expr, dst: Buffer, column: str = "j") -> str:
-        """The expression for the element (i, column) of this thread's part of a register buffer."""
+    def element(self, expr: Expr, dst: Buffer, column: str = "j", row: str = "i") -> str:
+        """The expression for the element (row, column) of this thread's part of a register buffer."""
         fragment = self.fragments[dst.name]
         loads = any(isinstance(node, Load) and self.kernel.buffer(node.buffer).by_element for node in walk(expr))
         branch = self.plan.arch.family != "sm90" and not loads  # around a branch no product runs meanwhile
         spelled = {
-            "i": f"{fragment}::row(i)",
+            "i": f"{fragment}::row({row})",
             "j": f"{fragment}::col({column})",
             COL_OFFSET.name: f"{fragment}::col_offset({column})",
             LANE_COL.name: f"{fragment}::lane_col()",
@@ -126,29 +147,31 @@ class Names:
 
         def element(load: Load) -> str:
             if not self.kernel.buffer(load.buffer).by_element:
-                return self._load(load, fragment, column)
+                return self._load(load, fragment, column, row)
             index = ", ".join(c_text(part, name, element, branch=branch) for part in load.index)
             return f"args.{load.buffer}.at({index})"
 
         return c_text(_by_offset(expr), name, element, branch=branch)
 
-    def _load(self, load: Load, fragment: str, column: str) -> str:
+    def _load(self, load: Load, fragment: str, column: str, row: str) -> str:
         buffer = self.kernel.buffer(load.buffer)
         if buffer.space is Space.REGISTER:
-            indices = {I: "i", J: column}
+            indices = {I: row, J: column}
             return load.buffer + "".join(f"[{indices[index]}]" for index in load.index)  # type: ignore[index]
-        coordinates = {I: f"{fragment}::row(i)", J: f"{fragment}::col({column})"}
+        coordinates = {I: f"{fragment}::row({row})", J: f"{fragment}::col({column})"}
         if len(buffer.shape) == 2:
-            row, col = (coordinates[index] for index in load.index)  # type: ignore[index]
-            return f"{camel(buffer.name)}::at<element>({buffer.name}, {row}, {col})"
+            first, second = (coordinates[index] for index in load.index)  # type: ignore[index]
+            return f"{camel(buffer.name)}::at<element>({buffer.name}, {first}, {second})"
         *stage, index = load.index
         start = f"{c_text(stage[0], self.variable, parent=6)} * {buffer.shape[0].upper()} + " if stage else ""
         return f"{buffer.name}[{start}{coordinates[index]}]"  # type: ignore[index]
 
     def rows_left(self, window: Window) -> str:
         """Rows of the tensor from the window's first one on: what a copy may touch. A padded one has whole blocks."""
+        if window.rows is not None:
+            return self.uniform(window.rows)
         limit = self.kernel.buffer(window.buffer).shape[2]
-        return "BLOCK_Q" if limit == "seqlen_q_padded" else self.uniform(Var(limit) - window.origin[2])
+        return "BLOCK_Q" if limit.endswith("_padded") else self.uniform(Var(limit) - window.origin[2])
 
 
 def _by_offset(expr: Expr) -> Expr:
@@ -173,7 +196,7 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
         return view | {"stays_rolled": any(isinstance(inner, sm90.TmaLoad) for inner in stmt.body)}
     if isinstance(stmt, If):
         return view | {"condition": names.uniform(stmt.condition)}
-    if isinstance(stmt, Let | base.Counter | base.Assign):
+    if isinstance(stmt, Let | base.Counter | base.Assign | sm90.Broadcast):
         return view | {"name": stmt.name, "value": names.uniform(stmt.value)}
     if isinstance(stmt, base.WhileLoop):
         return view | {"condition": names.uniform(stmt.condition)}
@@ -184,6 +207,8 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
         view |= {"positions": positions, "head_stride": f"args.{stmt.dst.buffer}.head_stride"}
     if isinstance(stmt, base.StoreElements | base.AddElements):
         return view | _elements(stmt, names)
+    if isinstance(stmt, base.MapQuads):
+        view |= _quads(stmt, names)
     if isinstance(stmt, sm90.Sm90Stmt):
         view |= _hopper(stmt, names)
     for item in fields(stmt):
@@ -212,6 +237,23 @@ def _elements(stmt: base.StoreElements | base.AddElements, names: Names) -> Fiel
     if isinstance(stmt, base.StoreElements):
         view["inside"] = names.element(stmt.inside, src)
     return view
+
+
+QUAD = (("i", "j"), ("i", "j + 2"), ("i + 1", "j"), ("i + 1", "j + 2"))  # a thread's elements 8 rows and columns apart
+
+
+def _quads(stmt: base.MapQuads, names: Names) -> Fields:
+    """Where four elements get their words from, and what each is, with its own word."""
+    dst = names.kernel.buffer(stmt.dst)
+    random = next(node for node in walk(stmt.expr) if isinstance(node, Random))
+    queries_are_rows = I in walk(random.q_idx)
+    elements = []
+    for number, (row, column) in enumerate(QUAD):
+        word = number if queries_are_rows else number % 2 * 2 + number // 2
+        expr = replaced(stmt.expr, random, Var(f"random.word[{word}]"))
+        elements.append({"row": row, "column": column, "expr": names.element(expr, dst, column, row)})
+    place = ", ".join(names.element(part, dst) for part in children(random))
+    return {"place": place, "elements": elements}
 
 
 def _product(stmt: MmaSync, names: Names) -> Fields:
@@ -257,11 +299,11 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
         policy = "keep_in_cache" if stmt.reuse else "leave_cache_first"
         beside = [f"{names.kernel.buffer(name).shape[0].upper()} * 4" for name in stmt.beside]
         more = {"full": _barrier(stmt.dst, "full", names), "policy": policy, "beside_bytes": " + ".join(beside)}
-        return _box(stmt.src, names) | more
+        return _box(stmt.src, "load", names) | more
     if isinstance(stmt, sm90.TmaStore):
         tile = camel(stmt.src.buffer)
         positions = _positions(stmt.dst, names.kernel.buffer(stmt.src.buffer), names)
-        return _box(stmt.dst, names) | {"types": f"{tile}, {positions}" if positions else tile}
+        return _box(stmt.dst, "store", names) | {"types": f"{tile}, {positions}" if positions else tile}
     if isinstance(stmt, sm90.Describe):
         step = {sm90.OWN_ROWS: "WARPGROUP_STEP", sm90.OWN_COLUMNS: "PANEL_STEP"}.get(stmt.part, "")
         return {"operand": names.operand(stmt), "step": step}
@@ -304,10 +346,13 @@ def _lanes_read(tile: str, names: Names) -> str:
     return "the vectors that came with it" if tile in names.accompanied else ""
 
 
-def _box(window: Window, names: Names) -> Fields:
-    """Where TMA copies from or to."""
+def _box(window: Window, direction: str, names: Names) -> Fields:
+    """Where TMA copies from or to, and the device function: that of rows which end before their tensor."""
     batch, head, row = (names.uniform(index) for index in window.origin)
-    return {"tensor": window.buffer, "batch": batch, "head": head, "row": row}
+    if window.rows is None:
+        return {"tensor": window.buffer, "move": f"tma_{direction}", "position": f"{row}, {head}, {batch}"}
+    position = f"{row}, {names.uniform(window.rows)}, {head}"
+    return {"tensor": window.buffer, "move": f"tma_{direction}_rows", "position": position}
 
 
 def _positions(window: Window, tile: Buffer, names: Names) -> str:

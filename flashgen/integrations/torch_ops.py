@@ -8,11 +8,12 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from flashgen.runtime.arguments import without_memory
-from flashgen.runtime.auxiliary import shown
+from flashgen.runtime.arguments import shown, without_memory
 
 if TYPE_CHECKING:
-    from flashgen.kernel import Kernel
+    from flashgen.runner import Options, Runner
+
+GRADIENTS = ("q", "k", "v", "sinks")  # the arrays whose gradients every backward has
 
 
 def needs_autograd(*tensors: torch.Tensor) -> bool:
@@ -22,25 +23,23 @@ def needs_autograd(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
-def attention(kernel: Kernel, arrays: dict[str, torch.Tensor], scale: float | None) -> Any:
+def attention(kernel: Runner, arrays: dict[str, torch.Tensor], scale: float | None, options: Options) -> Any:
     """o and lse, both differentiable once. Raises ValueError for what autograd would refuse in words of its own.
 
-    arrays: q, k, v and what functions read, by their names in the kernels.
+    arrays: q, k, v and what else the kernel reads, by their names in it.
     """
-    q, k, v = (arrays[name] for name in "qkv")
-    wanted = tuple(
-        name for name, array in arrays.items() if name not in "qkv" and getattr(array, "requires_grad", False)
-    )
+    asked = [name for name, array in arrays.items() if getattr(array, "requires_grad", False)]
+    wanted = tuple(name for name in asked if name not in GRADIENTS)
     for name in wanted:
         if name.startswith("mask_"):
             raise ValueError(f"{shown(name)} requires grad, and a mask has no gradient; detach it")
-    kernel.check_gradients(arrays, scale, wanted)
+    kernel.check_gradients(wanted, arrays, scale, options)
     try:
-        return _Attention.apply(kernel, scale, tuple(arrays), *arrays.values())
+        return _Attention.apply(kernel, scale, options, tuple(arrays), *arrays.values())
     except NotImplementedError:
         raise ValueError("attention has no forward-mode derivative; use backward() or torch.autograd.grad") from None
     except RuntimeError:
-        check_memory({"q": q, "k": k, "v": v})
+        check_memory({name: arrays[name] for name in "qkv"})
         raise
 
 
@@ -54,14 +53,16 @@ def check_memory(tensors: dict[str, torch.Tensor]) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps q, k, v, o, lse and what functions read: O(seqlen) memory beside; the backward recomputes the rest."""
+    """Keeps its inputs, o and lse: O(seqlen) memory beside; the backward recomputes the rest."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, scale: float | None, names: tuple[str, ...], *arrays: torch.Tensor) -> Any:
-        o, lse = kernel.forward_of(dict(zip(names, arrays, strict=True)), scale)
+    def forward(
+        ctx: Any, kernel: Runner, scale: float | None, options: Options, names: tuple[str, ...], *arrays: torch.Tensor
+    ) -> Any:
+        o, lse = kernel.forward_of(dict(zip(names, arrays, strict=True)), scale, options)
         ctx.save_for_backward(*arrays, o, lse)
         ctx.set_materialize_grads(False)
-        ctx.kernel, ctx.scale, ctx.names = kernel, scale, names
+        ctx.kernel, ctx.scale, ctx.options, ctx.names = kernel, scale, options, names
         return o, lse
 
     @staticmethod
@@ -69,9 +70,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         *inputs, o, lse = ctx.saved_tensors
         arrays = dict(zip(ctx.names, inputs, strict=True))
-        needed = zip(ctx.names, ctx.needs_input_grad[3:], strict=True)
-        wanted = tuple(name for name, needs in needed if needs and name not in "qkv")
         arrays |= {"o": o, "lse": lse, "dout": torch.zeros_like(o) if dout is None else dout}
         arrays |= {} if dlse is None else {"dlse": dlse}
-        *own, found = ctx.kernel.backward_of(arrays, ctx.scale, wanted)
-        return None, None, None, *own, *(found.get(name) for name in ctx.names[3:])
+        needed = zip(ctx.names, ctx.needs_input_grad[4:], strict=True)
+        wanted = tuple(name for name, needs in needed if needs and name not in GRADIENTS)
+        gradients = ctx.kernel.backward_of(arrays, ctx.scale, ctx.options, wanted)
+        return None, None, None, None, *(gradients.get(name) for name in ctx.names)

@@ -10,8 +10,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flashgen.interp import philox
 from flashgen.ir.dtype import BF16, F16, F32, DType
-from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Expr, Load, Select, Unary, Var, text
+from flashgen.ir.expr import (
+    COMPARE,
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Expr,
+    Load,
+    Random,
+    Search,
+    Select,
+    Unary,
+    Var,
+    children,
+    text,
+)
 
 Value = Any  # a Python or NumPy scalar, or an array that broadcasts with the others of its expression
 
@@ -57,18 +73,27 @@ class Scope(Protocol):
 
     def load(self, expr: Load) -> Value: ...
 
+    def array(self, name: str) -> np.ndarray: ...
+
 
 class Uniform:
-    """A scope of named numbers without buffers: grids, loop bounds, tile origins."""
+    """A scope of named numbers: grids, loop bounds, tile origins. arrays: the global ones that these may load from."""
 
-    def __init__(self, values: Mapping[str, Value]):
+    def __init__(self, values: Mapping[str, Value], arrays: Mapping[str, np.ndarray] | None = None):
         self.values = values
+        self.arrays = arrays or {}
 
     def variable(self, name: str) -> Value:
         return self.values[name]
 
     def load(self, expr: Load) -> Value:
-        raise TypeError(f"{text(expr)} is not uniform")
+        if expr.buffer not in self.arrays:
+            raise TypeError(f"{text(expr)} is not uniform")
+        found = gather(self.arrays[expr.buffer], [evaluate(part, self) for part in expr.index])
+        return found if found.ndim else found.item()
+
+    def array(self, name: str) -> np.ndarray:
+        return self.arrays[name]
 
 
 def number(value: int | float) -> Value:
@@ -85,6 +110,10 @@ def evaluate(expr: Expr, scope: Scope) -> Value:
             return scope.variable(name)
         case Load():
             return scope.load(expr)
+        case Search():
+            count, rows, block = (int(evaluate(part, scope)) for part in (expr.count, expr.rows, expr.block))
+            first = scope.array(expr.buffer)[:count] // rows + np.arange(count)
+            return int(np.searchsorted(first, block, side="right")) - 1
         case Unary(op, x):
             return UNARY[op](evaluate(x, scope))
         case Binary():
@@ -95,6 +124,8 @@ def evaluate(expr: Expr, scope: Scope) -> Value:
             return _cast(dtype, evaluate(x, scope))
         case Select():
             return _select(expr, scope)
+        case Random():
+            return philox.element(*(evaluate(part, scope) for part in children(expr)))
     raise TypeError(f"cannot evaluate {expr!r}")
 
 

@@ -118,6 +118,9 @@ class Elements:
         self.block.trace.shared(self.block.plan.arch, self.block.shared.nbytes(expr.buffer, value.size))
         return value
 
+    def array(self, name: str) -> np.ndarray:
+        return self.block.arrays[name]
+
     def _register(self, expr: Load) -> np.ndarray:
         """A thread can only load what it holds itself: the same element, or its row's value."""
         mine, theirs = self.block.buffers[self.dst].warps, self.block.buffers[expr.buffer].warps

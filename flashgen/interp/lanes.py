@@ -40,6 +40,7 @@ def _control(stmt: Stmt) -> Iterator[Expr]:
     for place in (*stmt.writes(), *stmt.reads()):
         if isinstance(place, Window):
             yield from place.origin[2:]
+            yield from () if place.rows is None else (place.rows,)
         if isinstance(place, Tile):
             yield place.stage
 

@@ -92,7 +92,8 @@ def _load_rows(block: Block, warp: Warp, stmt: base.LoadRows) -> None:
 def _store_rows(block: Block, warp: Warp, stmt: base.StoreRows) -> None:
     """Several warps may hold the same rows: they must agree on what they store."""
     value, rows = agreed(warp, stmt, stmt.src), rows_of(block, warp, stmt.src)
-    place = (stmt.dst.buffer, *(warp.uniform(expr) for expr in stmt.dst.origin), int(rows[0]))
+    left = () if stmt.dst.rows is None else (warp.uniform(stmt.dst.rows),)  # a tile of no rows is another one
+    place = (stmt.dst.buffer, *(warp.uniform(expr) for expr in stmt.dst.origin), *left, int(rows[0]))
     earlier = block.stored.setdefault(place, value)
     if not np.array_equal(earlier, value, equal_nan=True):
         raise hazard(warp, stmt, f"another warp stored other values to the same rows of {stmt.dst.buffer}")
@@ -161,6 +162,7 @@ RUN: dict[type, Meaning] = {
     base.Barrier: _barrier,
     base.FillFragment: _fill,
     base.MapFragment: _map,
+    base.MapQuads: _map,
     base.PackFragment: _map,
     base.ReduceRows: _reduce_rows,
     base.CombineLanes: _combine_lanes,

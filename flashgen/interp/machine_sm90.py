@@ -19,7 +19,7 @@ from flashgen.interp.warps import Block, Meaning, Steps, Waiting, Warp
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Stmt, Tile, name_of
 from flashgen.machine import sm90
-from flashgen.machine.base import AddFragment, StoreFragment
+from flashgen.machine.base import AddFragment, Counter, MapFragment, StoreFragment
 from flashgen.machine.sm90 import WARPGROUP_ROWS
 
 
@@ -139,6 +139,10 @@ def _pass_turn(block: Block, warp: Warp, stmt: sm90.FirstTurn | sm90.PassTurn) -
     state(block).meetings[f"turn {following}"].arrive(8)
 
 
+def _settle_numbers(block: Block, warp: Warp, stmt: sm90.SettleNumbers) -> None:
+    """For the compiler: nothing to do."""
+
+
 def _describe(block: Block, warp: Warp, stmt: sm90.Describe) -> None:
     """An address: nothing to do."""
 
@@ -213,12 +217,15 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.ReduceFragment: _guarded(_reduce_fragment),
     sm90.Wgmma: _wgmma,
     sm90.WaitWgmma: _wait_wgmma,
+    sm90.SettleNumbers: _settle_numbers,
     sm90.ConsumerBarrier: _consumer_barrier,
     sm90.WarpgroupBarrier: _warpgroup_barrier,
     sm90.FirstTurn: _first_turn,
     sm90.WaitTurn: _wait_turn,
     sm90.PassTurn: _pass_turn,
     sm90.Describe: _describe,
+    sm90.Broadcast: BASE[Counter],
+    sm90.MapColumns: _guarded(BASE[MapFragment]),
     sm90.IfAnyLarge: _if_any_large,
     sm90.Rescore: _guarded(_rescore),
     sm90.FenceStores: _fence_stores,

@@ -14,7 +14,16 @@ d lse_i / d s_ij = p_ij: the gradient of the LSE adds to dP - delta.
 
 With a score function f in between, s = f(scale * q k^T), and ds has its derivative as a factor.
 
-A row in which every key is masked gives o = 0 and lse = -inf, and adds nothing to any gradient.
+With sinks, a logit t for each head, the denominator has one term more, exp(t), and so has lse. Then
+
+    dt = sum_i exp(t - lse_i) (dlse_i - delta_i)
+
+With dropout, o_i = sum_j r_ij p_ij v_j, where r_ij is 1 / (1 - dropout_p) for what is kept and 0 else. Then
+
+    dv_j = sum_i r_ij p_ij do_i     dp_ij = r_ij do_i . v_j
+
+A row in which every key is masked gives o = 0 and lse = -inf, and adds nothing to any gradient. With a sink its lse is
+t, of which t has the gradient.
 """
 
 import math
@@ -27,41 +36,81 @@ from flashgen.interp.common import ARITHMETIC, add_elements, gather
 from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Load, Select, Unary, Var
 
 
-def forward(q, k, v, *, causal=False, scale=None, mask=None, score=None, aux=None):
+def forward(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    scale=None,
+    mask=None,
+    score=None,
+    aux=None,
+    first_batch=0,
+    sinks=None,
+    keep=None,
+    dropout_p=0.0,
+):
     """(o, lse): o (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), both float64.
 
     mask, score: traced functions, as a Spec has them. aux: the arrays that they read, by their names there.
+    first_batch: the number b of the first batch to them. sinks: (heads_q,), the logits that take part in the
+    denominators; None without.
+    keep: bool (batch, heads_q, seqlen_q, seqlen_k), what dropout keeps, as `flashgen.dropout_mask` gives it; None for
+    all.
     """
-    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux)
-    return _ungroup(p @ v_heads), _rows(lse)
+    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks)
+    return _ungroup((p * _factors(keep, dropout_p, p)) @ v_heads), _rows(lse)
 
 
-def backward(q, k, v, do, dlse=None, *, causal=False, scale=None, mask=None, score=None, aux=None):
-    """(dq, dk, dv) in float64, shaped as q, k and v.
+def backward(
+    q,
+    k,
+    v,
+    do,
+    dlse=None,
+    *,
+    causal=False,
+    scale=None,
+    mask=None,
+    score=None,
+    aux=None,
+    first_batch=0,
+    sinks=None,
+    keep=None,
+    dropout_p=0.0,
+):
+    """(dq, dk, dv) in float64, shaped as q, k and v; with sinks (dq, dk, dv, dsinks).
 
     do is (batch, seqlen_q, heads_q, head_dim_v). dlse, the gradient of the LSE, is (batch, heads_q, seqlen_q) or
     None for zero; where a row is masked entirely its value is ignored, as that of do is.
     """
-    q_heads, k_heads, v_heads, p, lse, slope = _probabilities(q, k, v, causal, scale, mask, score, aux)
+    p_of = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks)
+    q_heads, k_heads, v_heads, p, lse, slope = p_of
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    ds, do_heads = _score_gradient(k, v_heads, p, lse, do, dlse)
+    factors = _factors(keep, dropout_p, p)
+    ds, do_heads, delta, dlse_rows = _score_gradient(k, v_heads, p, lse, do, dlse, factors)
     ds = ds * np.where(p > 0.0, slope, 0.0)
     dq = _ungroup(ds @ k_heads) * scale
     dk = _over_group(_swap(ds) @ q_heads) * scale
-    dv = _over_group(_swap(p) @ do_heads)
-    return dq, dk, dv
+    dv = _over_group(_swap(p * factors) @ do_heads)
+    if sinks is None:
+        return dq, dk, dv
+    with np.errstate(invalid="ignore"):  # of a sink of -inf, and no key
+        share = np.exp(np.where(np.isfinite(lse), _of_heads(sinks, lse) - lse, -np.inf))
+    return dq, dk, dv, np.sum(share * (dlse_rows - delta), axis=(0, 3, 4)).reshape(-1)
 
 
-def backward_aux(q, k, v, do, dlse=None, *, array, score, causal=False, scale=None, mask=None, aux=None):
+def backward_aux(q, k, v, do, dlse=None, *, array, score, causal=False, scale=None, mask=None, aux=None, sinks=None):
     """The gradient of an array that the score function reads, by its name in `aux`; float64, shaped as it is.
 
     With f the score function it is, of each element, the sum of p (dp - delta + dlse) df / d load over the elements of
     the scores that load it; an index out of range loads the last of its axis.
     """
-    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux)
-    ds, _ = _score_gradient(k, v_heads, p, lse, do, dlse)
+    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux, 0, sinks)
+    ds, *_ = _score_gradient(k, v_heads, p, lse, do, dlse)
     scores = _scaled_scores(q, k, scale)
-    names = _names(scores) | {"score": scores} | aux
+    names = _names(scores, 0) | {"score": scores} | aux
     found = np.zeros(aux[array].shape)
     for load in loads_of(score.expr, array):
         with np.errstate(all="ignore"):
@@ -71,14 +120,14 @@ def backward_aux(q, k, v, do, dlse=None, *, array, score, causal=False, scale=No
     return found
 
 
-def _score_gradient(k, v_heads, p, lse, do, dlse):
-    """ds of what the score function gives, and do by `_group`, zero where a row has no key."""
+def _score_gradient(k, v_heads, p, lse, do, dlse, factors=1.0):
+    """ds of what the score function gives, do by `_group`, zero where a row has no key, and delta and dlse by rows."""
     attends = np.isfinite(lse)
     do_heads = np.where(attends, _group(do, k.shape[2]), 0.0)
-    dp = do_heads @ _swap(v_heads)
+    dp = factors * (do_heads @ _swap(v_heads))
     delta = np.sum(p * dp, axis=-1, keepdims=True)
     dlse_rows = 0.0 if dlse is None else np.where(attends, np.asarray(dlse, np.float64).reshape(lse.shape), 0.0)
-    return p * (dp - delta + dlse_rows), do_heads
+    return p * (dp - delta + dlse_rows), do_heads, delta, dlse_rows
 
 
 def causal_mask(seqlen_q, seqlen_k):
@@ -89,13 +138,13 @@ def causal_mask(seqlen_q, seqlen_k):
     return np.arange(seqlen_k)[None, :] <= np.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
 
 
-def _probabilities(q, k, v, causal, scale, mask, score, aux):
+def _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks=None):
     """q, k, v by `_group`, p (batch, heads_kv, group, seqlen_q, seqlen_k), lse (..., seqlen_q, 1), and the slope:
     the derivative of the score function, like p."""
     q_heads, k_heads, v_heads = (_group(x, k.shape[2]) for x in (q, k, v))
     s = _scaled_scores(q, k, scale)
     slope = 1.0
-    names = _names(s) | {"score": s} | (aux or {})
+    names = _names(s, first_batch) | {"score": s} | (aux or {})
     if score is not None:
         with np.errstate(all="ignore"):
             slope = _evaluate(derivative(score.expr, "score"), names)
@@ -110,7 +159,12 @@ def _probabilities(q, k, v, causal, scale, mask, score, aux):
     row_sum = np.sum(p, axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = row_max + np.log(row_sum)
-    return q_heads, k_heads, v_heads, p / np.where(row_sum > 0.0, row_sum, 1.0), lse, slope
+    p = p / np.where(row_sum > 0.0, row_sum, 1.0)
+    if sinks is not None:
+        without, lse = lse, np.logaddexp(lse, _of_heads(sinks, lse))
+        with np.errstate(invalid="ignore"):
+            p = p * np.exp(np.where(np.isfinite(without), without - lse, -np.inf))
+    return q_heads, k_heads, v_heads, p, lse, slope
 
 
 def _scaled_scores(q, k, scale):
@@ -119,11 +173,21 @@ def _scaled_scores(q, k, scale):
     return (_group(q, k.shape[2]) @ _swap(_group(k, k.shape[2]))) * scale
 
 
-def _names(s):
+def _factors(keep, dropout_p, p):
+    """What dropout multiplies each probability by."""
+    return 1.0 if keep is None else np.asarray(keep, np.float64).reshape(p.shape) / (1.0 - dropout_p)
+
+
+def _of_heads(sinks, lse):
+    """(heads_q,) -> (1, heads_kv, group, 1, 1), as it meets the LSE."""
+    return np.asarray(sinks, np.float64).reshape(1, *lse.shape[1:3], 1, 1)
+
+
+def _names(s, first_batch):
     """What mask and score functions are told of each element of the scores, by name."""
     batch, heads_kv, group, seqlen_q, seqlen_k = s.shape
     return {
-        "b": np.arange(batch).reshape(-1, 1, 1, 1, 1),
+        "b": first_batch + np.arange(batch).reshape(-1, 1, 1, 1, 1),
         "h": np.arange(heads_kv * group).reshape(1, heads_kv, group, 1, 1),
         "q_idx": np.arange(seqlen_q)[:, None],
         "kv_idx": np.arange(seqlen_k),

@@ -147,7 +147,10 @@ class _Block:
         index: list[Any] = [np.broadcast_to(evaluate(expr, scope), (self.lanes,)) for expr in (batch, head)]
         inner, elements = [slice(None)], self.lanes
         starts = [int(self.uniform(expr)) for expr in origin] + [0] * (len(shape) - len(origin))
-        for start, size, limit in zip(starts, shape, array.shape[2:], strict=True):
+        limits = list(array.shape[2:])
+        if window.rows is not None:
+            limits[0] = min(limits[0], starts[0] + int(self.uniform(window.rows)))
+        for start, size, limit in zip(starts, shape, limits, strict=True):
             count = min(max(limit - start, 0), size)
             index.append(slice(start, start + count))
             inner.append(slice(0, count))
@@ -210,6 +213,9 @@ class _Elements:
         lane = np.arange(len(value)).reshape(-1, *(1,) * self.rank)
         return value[(lane, *index)]
 
+    def array(self, name: str) -> np.ndarray:
+        return self.block.arrays[name]
+
     def whole(self, value: Value) -> np.ndarray:
         """The value of every element, in memory of its own."""
         shape = np.broadcast_shapes(np.shape(value), (1, *self.shape))
@@ -228,7 +234,8 @@ def _if(block: _Block, stmt: If) -> None:
 
 
 def _let(block: _Block, stmt: Let) -> None:
-    block.names[stmt.name] = evaluate(stmt.value, _Elements(block, ()))
+    value = evaluate(stmt.value, _Elements(block, ()))
+    block.names[stmt.name] = value if np.ndim(value) else int(value)
 
 
 def _note(block: _Block, stmt: Note) -> None:
@@ -264,7 +271,7 @@ def _tile_dims(block: _Block, window: Window) -> tuple[str, ...]:
     buffer = block.buffers[window.buffer]
     if buffer.layout_of:
         return block.buffers[buffer.layout_of].shape
-    rows = "block_kv" if buffer.shape[2].startswith("seqlen_k") else "block_q"
+    rows = "block_kv" if buffer.shape[2] in ("seqlen_k", "total_k") else "block_q"
     return (rows, *buffer.shape[3:])
 
 

@@ -39,11 +39,13 @@ Steps = Generator[Waiting | None, None, None]
 class Warp:
     """One warp: its uniform values, its part of each register buffer, and its asynchronous copies.
 
-    registers: a tile's part is [rows, columns]; a row vector's is [rows, 4], for the four lanes that hold a row.
+    arrays: those that are read by element. registers: a tile's part is [rows, columns]; a row vector's is [rows, 4],
+    for the four lanes that hold a row.
     """
 
     index: int
     names: dict[str, Value]
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     registers: dict[str, np.ndarray] = field(default_factory=dict)
     uncommitted: list[InFlight] = field(default_factory=list)
     groups: list[list[InFlight]] = field(default_factory=list)
@@ -52,7 +54,7 @@ class Warp:
     finished: bool = False
 
     def uniform(self, expr: Expr) -> int:
-        return int(evaluate(expr, Uniform(self.names)))
+        return int(evaluate(expr, Uniform(self.names, self.arrays)))
 
 
 class Block:
@@ -71,7 +73,7 @@ class Block:
         self.buffers: dict[str, Buffer] = {buffer.name: buffer for buffer in kernel.buffers}
         self.sizes = plan.sizes
         self.shared = SharedMemory(kernel, plan)
-        self.warps = [Warp(index, {**names, "warp": index}) for index in range(plan.warps)]
+        self.warps = [Warp(index, {**names, "warp": index}, arrays) for index in range(plan.warps)]
         divided = any(buffer.first_warp for buffer in kernel.buffers)
         self.holders = 4 if divided else plan.computing_warps  # of a register buffer: all, or a warpgroup's four
         self.arrived: dict[int, Stmt] = {}
@@ -164,7 +166,7 @@ class Block:
     def load(self, warp: Warp, window: Window, shape: tuple[int, ...], *index: np.ndarray) -> np.ndarray:
         """Elements (rows[, columns]) of a window, zero out of range; counts the bytes of those in range."""
         array, origin = self.window(warp, window, shape)
-        where, inside = _where(array, origin, _by_head(window, shape, index))
+        where, inside = _where(array, origin, _by_head(window, shape, index), _rows(warp, window))
         self.trace.global_bytes_read += int(inside.sum()) * self.buffers[window.buffer].dtype.bytes
         values = np.zeros(inside.shape, np.float32)
         values[inside] = array[tuple(part[inside] for part in where)]
@@ -181,7 +183,7 @@ class Block:
     ) -> None:
         """Elements of a window, dropped out of range; `add` adds to what is there."""
         array, origin = self.window(warp, window, shape)
-        where, inside = _where(array, origin, _by_head(window, shape, index))
+        where, inside = _where(array, origin, _by_head(window, shape, index), _rows(warp, window))
         self.trace.global_bytes_written += int(inside.sum()) * self.buffers[window.buffer].dtype.bytes
         target = tuple(part[inside] for part in where)
         array[target] = array[target] + values[inside] if add else values[inside]
@@ -192,10 +194,15 @@ def _by_head(window: Window, shape: tuple[int, ...], index: tuple[np.ndarray, ..
     return (*np.divmod(index[0], shape[0] // window.heads), *index[1:])
 
 
-def _where(array: np.ndarray, origin: tuple[int, ...], index: tuple[np.ndarray, ...]):
-    """Positions of a window's elements in the array, and which of them exist."""
+def _rows(warp: Warp, window: Window) -> int | None:
+    """How many rows of its array a window has at most, where not all."""
+    return None if window.rows is None else warp.uniform(window.rows)
+
+
+def _where(array: np.ndarray, origin: tuple[int, ...], index: tuple[np.ndarray, ...], rows: int | None = None):
+    """Positions of a window's elements in the array, and which of them exist, of the first `rows`."""
     where = np.broadcast_arrays(*(np.asarray(part) + start for part, start in zip(index, origin, strict=True)))
     inside = np.ones(where[0].shape, bool)
     for part, size in zip(where, array.shape, strict=True):
         inside &= (part >= 0) & (part < size)
-    return where, inside
+    return where, inside if rows is None else inside & (where[1] < origin[1] + rows)

@@ -1,6 +1,6 @@
 """Scalar expressions: what a Map computes for one element, and what loop bounds and tile origins are made of.
 
-    expr = Const | Var | Load(buffer, index*) | Unary | Binary | Compare | Select | Cast
+    expr = Const | Var | Load(buffer, index*) | Unary | Binary | Compare | Select | Cast | Search(buffer, ...) | Random
 
 Two variables are reserved inside a Map: `i` and `j`, the row and the column of the element within its tile.
 `//` and `%` are used on non-negative operands only, where C and Python agree; `floor_div` and `floor_mod`, with a
@@ -96,6 +96,20 @@ class Load(Expr):
 
 
 @dataclass(frozen=True)
+class Search(Expr):
+    """The sequence in which a block of rows lies: the last k below `count` with buffer[k] // rows + k <= block.
+
+    Blocks are so numbered that sequence k, whose rows start at buffer[k], has those from buffer[k] // rows + k on: as
+    many as its own rows need at least, since floor(a + b) >= floor(a) + ceil(b) - 1.
+    """
+
+    buffer: str
+    count: Expr
+    rows: Expr
+    block: Expr
+
+
+@dataclass(frozen=True)
 class Unary(Expr):
     op: str
     x: Expr
@@ -126,6 +140,25 @@ class Select(Expr):
 class Cast(Expr):
     dtype: DType
     x: Expr
+
+
+@dataclass(frozen=True)
+class Random(Expr):
+    """32 random bits, as a signed integer, that belong to one element of the scores and to nothing else.
+
+    A word of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Its key is the seed,
+    and its counter (kv, q, sequence, offset), where elements 8 queries or 8 keys apart in 16 share one:
+        kv = kv_idx // 16 * 8 + kv_idx % 8     q = q_idx // 16 * 8 + q_idx % 8
+    Of its four words an element has number 2 * (q_idx // 8 % 2) + kv_idx // 8 % 2. One thread holds all four, whether
+    rows of its tile are queries or keys. sequence: the number of a head among those of the whole batch.
+    """
+
+    seed_low: Expr
+    seed_high: Expr
+    offset: Expr
+    sequence: Expr
+    q_idx: Expr
+    kv_idx: Expr
 
 
 I, J = Var("i"), Var("j")
@@ -241,6 +274,11 @@ def by_element(expr: Expr) -> bool:
     return any(node in (I, J) for node in walk(expr))
 
 
+def loads(expr: Expr) -> bool:
+    """True for what is read from a buffer."""
+    return any(isinstance(node, Load) for node in walk(expr))
+
+
 def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """The same expression with `change` applied to each direct sub-expression."""
     if isinstance(expr, Binary):
@@ -262,6 +300,11 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
     if isinstance(expr, Var):
         return values.get(expr.name, expr)
     return rebuild(expr, lambda child: substitute(child, values))
+
+
+def replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
+    """The expression with a part replaced wherever it stands."""
+    return new if expr == old else rebuild(expr, lambda part: replaced(part, old, new))
 
 
 FUNCTIONS = ("min", "max", "floor_div", "floor_mod")  # the operations of two operands that are written as calls
@@ -334,12 +377,16 @@ def text(expr: Expr, parent: int = 0) -> str:
         return expr.name
     if isinstance(expr, Load):
         return f"{expr.buffer}[{', '.join(text(index) for index in expr.index)}]"
+    if isinstance(expr, Search):
+        return f"search({expr.buffer}, {text(expr.count)}, {text(expr.rows)}, {text(expr.block)})"
     if isinstance(expr, Unary):
         return f"{expr.op}({text(expr.x)})"
     if isinstance(expr, Cast):
         return f"{expr.dtype}({text(expr.x)})"
     if isinstance(expr, Select):
         return f"select({text(expr.condition)}, {text(expr.x)}, {text(expr.y)})"
+    if isinstance(expr, Random):
+        return f"random({', '.join(text(part) for part in children(expr))})"
     if isinstance(expr, Binary) and expr.op in FUNCTIONS:
         return f"{expr.op}({text(expr.x)}, {text(expr.y)})"
     assert isinstance(expr, Binary | Compare)

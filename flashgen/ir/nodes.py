@@ -4,15 +4,16 @@
     scalar  = Scalar(name, dtype)                          a run-time argument: seqlen_q, group, scale_log2 ...
     buffer  = Buffer(name, shape, dtype, space, ...)       space = GLOBAL | SHARED | REGISTER
     axis    = Axis(name, extent, longest_first)            one grid axis; loops name their axis in For
-    window  = Window(buffer, origin, heads)                a tile of a global tensor (batch, head, row[, column])
+    window  = Window(buffer, origin, heads, rows)          a tile of a global tensor (batch, head, row[, column])
     tile    = Tile(buffer, stage)                          one stage of a shared buffer
     stmt    = For | If | Let | Note                        both levels
             | Copy | Fill | Gemm | Map | RowReduce | Accumulate | Scatter | ScatterAdd     TILE
             | the statements of flashgen/machine           MACHINE
 
 Shapes are written in dimensions with names ("block_q", "head_dim"); the plan gives them numbers, and the emitted CUDA
-keeps the names. Rows of a window past the end of its tensor read as zero and are not written; so are columns between
-the true and the padded head_dim. Every statement has a `note`: the reason, printed as the comment in the CUDA.
+keeps the names. Rows of a window past the end of its tensor, or of its own, read as zero and are not written; so are
+columns between the true and the padded head_dim. Every statement has a `note`: the reason, printed as the comment in
+the CUDA.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from flashgen.ir.dtype import DType
-from flashgen.ir.expr import Const, Expr, Load, walk
+from flashgen.ir.expr import Const, Expr, Load, Search, walk
 
 
 class Space(enum.Enum):
@@ -77,16 +78,18 @@ class Window:
 
     heads: its rows are those of so many heads, the same positions of each, one head after the other: of n rows, row r
     is position r % (n / heads) of head r / (n / heads), both counted from the origin.
+    rows: how many from the origin on belong to it, none where negative; None for all up to the end of the tensor.
     """
 
     buffer: str
     origin: tuple[Expr, ...]
     heads: int = 1
+    rows: Expr | None = None
 
     def each_head(self) -> tuple[Window, ...]:
         """The same rows as a window for each head."""
         batch, head, *rest = self.origin
-        return tuple(Window(self.buffer, (batch, head + k, *rest)) for k in range(self.heads))
+        return tuple(Window(self.buffer, (batch, head + k, *rest), rows=self.rows) for k in range(self.heads))
 
 
 FIRST_STAGE = Const(0)
@@ -123,7 +126,7 @@ class Stmt:
     def _reads(self) -> tuple[Place, ...]:
         places = [getattr(self, name) for name in self.READS]
         for expr in self.expressions():
-            places += [node.buffer for node in walk(expr) if isinstance(node, Load)]
+            places += [node.buffer for node in walk(expr) if isinstance(node, Load | Search)]
         return tuple(dict.fromkeys(places))
 
     def assigns(self) -> tuple[str, ...]:
@@ -138,6 +141,8 @@ class Stmt:
                 yield value
             elif isinstance(value, Window):
                 yield from value.origin
+                if value.rows is not None:
+                    yield value.rows
             elif isinstance(value, Tile):
                 yield value.stage
             elif isinstance(value, tuple):

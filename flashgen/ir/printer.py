@@ -72,7 +72,8 @@ def place_text(place: Place) -> str:
         index = [text(part) for part in place.origin]
         if place.heads > 1:
             index[1] += f" .. {text(place.origin[1] + place.heads)}"
-        return f"{place.buffer}[{', '.join(index)}]"
+        rows = "" if place.rows is None else f" of {text(place.rows)} rows"
+        return f"{place.buffer}[{', '.join(index)}]{rows}"
     if isinstance(place, Tile):
         stage = text(place.stage)
         return place.buffer if stage == "0" else f"{place.buffer}@{stage}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 
-from flashgen.ir.expr import Expr, substitute
-from flashgen.ir.nodes import Kernel, Let, Stmt, Tile, Window
+from flashgen.ir.expr import Expr, Var, loads, substitute
+from flashgen.ir.nodes import For, Kernel, Let, Stmt, Tile, Window
 
 Body = tuple[Stmt, ...]
 
@@ -42,7 +42,9 @@ def substitute_stmt(stmt: Stmt, values: Mapping[str, Expr]) -> Stmt:
         if isinstance(value, Expr):
             changes[item.name] = substitute(value, values)
         elif isinstance(value, Window):
-            changes[item.name] = replace(value, origin=tuple(substitute(index, values) for index in value.origin))
+            origin = tuple(substitute(index, values) for index in value.origin)
+            rows = None if value.rows is None else substitute(value.rows, values)
+            changes[item.name] = replace(value, origin=origin, rows=rows)
         elif isinstance(value, Tile):
             changes[item.name] = Tile(value.buffer, substitute(value.stage, values))
         elif item.name == "body":
@@ -59,9 +61,19 @@ def heads_in_tile(kernel: Kernel) -> int:
 
 
 def inline_lets(body: Body) -> dict[str, Expr]:
-    """The Lets directly in a body, each with the earlier ones substituted into it."""
+    """The Lets directly in a body, each with the earlier ones substituted into it; but for those that load."""
     values: dict[str, Expr] = {}
     for stmt in body:
-        if isinstance(stmt, Let):
+        if isinstance(stmt, Let) and not loads(stmt.value):
             values[stmt.name] = substitute(stmt.value, values)
     return values
+
+
+def lets_at(loop: For, step: Expr, prefix: str) -> tuple[Body, dict[str, Expr]]:
+    """What statements of a loop need to be moved to where another step is at hand: Lets to go before them, for what is
+    loaded, under names with a prefix; and what their variables become."""
+    loading = [stmt for stmt in loop.body if isinstance(stmt, Let) and loads(stmt.value)]
+    renamed = {stmt.name: Var(f"{prefix}_{stmt.name}") for stmt in loading}
+    at = {loop.axis: step, **renamed}
+    moved = tuple(Let(renamed[stmt.name].name, substitute(stmt.value, at)) for stmt in loading)
+    return moved, {name: substitute(value, at) for name, value in inline_lets(loop.body).items()} | at

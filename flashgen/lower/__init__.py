@@ -6,8 +6,21 @@ from collections.abc import Callable
 
 from flashgen.ir import verify
 from flashgen.ir.nodes import Kernel, Level
-from flashgen.lower import barriers, loops, masks, operands, pipeline, reduction, sm80
-from flashgen.lower.sm90 import bulk, descriptors, divide, guess, order, overlap, persist, roles, select, stages, waits
+from flashgen.lower import barriers, loops, masks, operands, pipeline, random, reduction, sm80
+from flashgen.lower.sm90 import (
+    bulk,
+    descriptors,
+    divide,
+    guess,
+    listed,
+    order,
+    overlap,
+    persist,
+    roles,
+    select,
+    stages,
+    waits,
+)
 from flashgen.machine.verify import machine as verify_machine
 from flashgen.plan.plan import Plan
 
@@ -18,6 +31,7 @@ SM80_PASSES: tuple[Pass, ...] = (
     loops.flatten,
     operands.through_shared,
     sm80.select,
+    random.share_counters,
     reduction.combine_after_loop,
     pipeline.stage_copies,
     barriers.insert,
@@ -25,6 +39,7 @@ SM80_PASSES: tuple[Pass, ...] = (
 )
 SM90_PASSES: tuple[Pass, ...] = (
     select.instructions,
+    random.share_counters,
     bulk.add_in_bulk,
     bulk.heads_side_by_side,
     loops.number,
@@ -48,7 +63,9 @@ SM90_PASSES: tuple[Pass, ...] = (
     waits.guard_exchange,
     waits.guard_handovers,
     waits.keep_in_cache,
+    persist.settle_lengths,
     descriptors.describe,
+    listed.read_lists,
 )
 FAMILIES: dict[str, tuple[Pass, ...]] = {"sm80": SM80_PASSES, "sm90": SM90_PASSES}
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from flashgen.ir.expr import Const, Expr, Load, Var, rebuild, substitute
+from flashgen.ir.expr import Const, Expr, Load, Var, rebuild
 from flashgen.ir.graph import readers
 from flashgen.ir.nodes import For, If, Kernel, Let, Stmt, Tile, name_of
-from flashgen.ir.visit import Body, inline_lets, substitute_stmt
+from flashgen.ir.visit import Body, lets_at, substitute_stmt
 from flashgen.machine.base import Barrier
 from flashgen.machine.sm80 import CommitGroup, CopyTileAsync, CopyTileElements, CopyVectorAsync, WaitGroup
 from flashgen.plan.plan import Plan
@@ -80,11 +80,10 @@ def _pipeline(loop: For, plan: Plan) -> list[Stmt]:
         return [loop]
     end_meeting = _schedule(groups, len(compute))
     step = Var(loop.axis)
-    inlined = inline_lets(loop.body)
 
     def issue(group: Group, at: Expr, guarded: bool) -> list[Stmt]:
-        moved = [_at_step(copy, loop.axis, at, inlined, group.stages) for copy in group.copies]
-        copies = (If(at < loop.stop, tuple(moved)),) if guarded else tuple(moved)
+        needed, moved = _at_step(loop, group, at)
+        copies = (If(at < loop.stop, (*needed, *moved)),) if guarded else moved
         return [*copies, CommitGroup()]
 
     prologue: list[Stmt] = []
@@ -186,12 +185,12 @@ def _stage(step: Expr, stages: int) -> Expr:
     return Const(0) if stages == 1 else step % stages
 
 
-def _at_step(copy: Stmt, axis: str, at: Expr, lets: dict[str, Expr], stages: int) -> Stmt:
-    """The copy of another step, with the loop's Lets written out since they belong to this one."""
-    if at != Var(axis):
-        values = {name: substitute(value, {axis: at}) for name, value in lets.items()}
-        copy = substitute_stmt(copy, values | {axis: at})
-    return replace(copy, dst=Tile(name_of(copy.dst), _stage(at, stages)))  # type: ignore[attr-defined, call-arg]
+def _at_step(loop: For, group: Group, at: Expr) -> tuple[Body, Body]:
+    """The copies of another step, with the loop's Lets written out as they belong to this one, and what these load."""
+    needed, values = lets_at(loop, at, "next") if at != Var(loop.axis) else ((), {})
+    copies = (substitute_stmt(copy, values) for copy in group.copies)
+    stage = _stage(at, group.stages)
+    return needed, tuple(replace(copy, dst=Tile(name_of(copy.dst), stage)) for copy in copies)  # type: ignore[attr-defined, call-arg]
 
 
 def _staged(stmt: Stmt, step: Expr, stages: dict[str, int]) -> Stmt:

@@ -56,6 +56,16 @@ class MapFragment(MachineStmt):
 
 
 @dataclass(frozen=True)
+class MapQuads(MapFragment):
+    """dst[i, j] = expr(i, j), where four elements, 8 rows and 8 columns apart, have their random numbers in common.
+
+    The tile's first row and column are multiples of 16.
+    """
+
+    NAME = "map_quads"
+
+
+@dataclass(frozen=True)
 class PackFragment(MachineStmt):
     """dst[i, j] = round(expr(i, j)) to 16 bits, two values a register: the form of a matrix operand."""
 

@@ -202,6 +202,15 @@ class WaitWgmma(Sm90Stmt):
 
 
 @dataclass(frozen=True)
+class SettleNumbers(Sm90Stmt):
+    """Counters keep their values, which the compiler is to know no sooner: it would compute with them ahead."""
+
+    names: tuple[str, ...]
+    NAME = "settle_numbers"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
 class ConsumerBarrier(Sm90Stmt):
     """The computing warps meet; their writes to shared memory before it are seen by all of them after it."""
 
@@ -254,6 +263,31 @@ class Describe(Sm90Stmt):
     part: str = ""
     NAME = "describe"
     NEEDS = "nothing: the tile need not have landed"
+
+
+@dataclass(frozen=True)
+class Broadcast(Sm90Stmt):
+    """A uniform integer that is loaded from memory, by one lane of each warp as far as the compiler knows."""
+
+    name: str
+    value: Expr
+    NAME = "broadcast"
+    NEEDS = "every lane of the warp is there"
+
+    def assigns(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+@dataclass(frozen=True)
+class MapColumns(Sm90Stmt):
+    """dst[i, j] = expr(i, j), column by column: elements are loaded from memory for so many columns at a time."""
+
+    dst: str
+    expr: Expr
+    columns: int
+    NAME = "map_columns"
+    NEEDS = "dst is in no product in flight"
+    WRITES = ("dst",)
 
 
 @dataclass(frozen=True)

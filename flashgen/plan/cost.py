@@ -6,9 +6,26 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from flashgen.ir.expr import Compare, Const, Expr, I, J, Load, Unary, by_element, variables, walk
+from flashgen.ir.expr import (
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Expr,
+    I,
+    J,
+    Load,
+    Random,
+    Select,
+    Unary,
+    by_element,
+    children,
+    loads,
+    variables,
+    walk,
+)
 from flashgen.ir.graph import live_intervals, remembered
-from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Map, Space, Stmt, Window, name_of
+from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Let, Map, Space, Stmt, Window, name_of
 from flashgen.ir.visit import statements
 from flashgen.plan.arch import Arch
 
@@ -21,11 +38,18 @@ OVERHEAD_REGISTERS = {"attention_forward": 72, "attention_backward_aux": 96}
 OTHER_OVERHEAD_REGISTERS = 40
 ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
+RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and as many beside a score function
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
 STEP_LATENCY = 400
 L2_BYTES_PER_CLOCK = 48
+BOUNDED = ("tanh", "sigmoid", "sin", "cos")
 SPECIAL = {"neg": 0, "abs": 0, "tanh": 2, "sigmoid": 2}  # instructions of the special function unit; others take one
+
+# From so many operations on an element on, the compiler works on all elements before the next operation, which takes
+# another tile. Counted on the examples, compiled by NVRTC 13.5; // and % by a constant are several instructions.
+MANY_OPERATIONS = 7
+OPERATIONS = {"floor_div": 4, "floor_mod": 5, "tanh": 2, "sigmoid": 2, "&": 0, "|": 0}
 
 
 @dataclass(frozen=True)
@@ -74,11 +98,85 @@ def special(expr: Expr) -> int:
     return sum(SPECIAL.get(node.op, 1) for node in walk(expr) if isinstance(node, Unary) and by_element(node))
 
 
+@remembered
 def on_scores(kernel: Kernel) -> tuple[int, bool]:
     """Special functions of the score function for an element; and whether there is one, or a mask beyond causal."""
     maps = [stmt.expr for stmt, _ in _looped(kernel) if isinstance(stmt, Map) and stmt.dst == "s"]
     comparisons = sum(isinstance(node, Compare) for expr in maps for node in walk(expr))
     return max(map(special, maps), default=0), len(maps) > 1 or comparisons > 2
+
+
+def takes_functions(kernel: Kernel) -> bool:
+    """True for a kernel with a score function, a mask beyond causal, or random numbers."""
+    return on_scores(kernel) != (0, False) or draws(kernel)
+
+
+@remembered
+def scores(kernel: Kernel) -> bool:
+    """True for a kernel with a score function."""
+    return sum(isinstance(stmt, Map) and stmt.dst == "s" for stmt, _ in _looped(kernel)) > 1
+
+
+@remembered
+def rises(kernel: Kernel) -> bool:
+    """True where scores may rise with every block of keys: the score function has the number of the key in it.
+
+    Where that is only an array's index, part of a condition or of what is bounded, it does not count.
+    """
+    return any(_has_key(stmt.expr) for stmt, _ in _looped(kernel) if isinstance(stmt, Map) and stmt.dst == "s")
+
+
+def _has_key(expr: Expr) -> bool:
+    if isinstance(expr, Load | Compare) or (isinstance(expr, Unary) and expr.op in BOUNDED):
+        return False
+    parts = (expr.x, expr.y) if isinstance(expr, Select) else children(expr)
+    return expr == J or any(_has_key(part) for part in parts)
+
+
+@remembered
+def draws(kernel: Kernel) -> bool:
+    """True for a kernel with random numbers."""
+    return any(
+        isinstance(node, Random) for stmt, _ in _looped(kernel) if isinstance(stmt, Map) for node in walk(stmt.expr)
+    )
+
+
+@remembered
+def _operations(kernel: Kernel) -> list[tuple[int, int, int]]:
+    """Of each statement on the scores: operations on an element, and values that differ by row or by column alone."""
+    found = []
+    for stmt, _ in _looped(kernel):
+        if isinstance(stmt, Map) and stmt.dst == "s":
+            nodes = {node: variables(node) & {I.name, J.name} for node in walk(stmt.expr)}
+            counted = [node for node, names in nodes.items() if len(names) == 2 and type(node) in (Unary, Binary, Cast)]
+            computed = {node for node in nodes if len(nodes[node]) == 1 and _kept(node)}
+            inner = {part for node in computed for part in walk(node) if part != node}
+            axes = [next(iter(nodes[node])) for node in computed - inner]
+            operations = sum(OPERATIONS.get(node.op, 1) if isinstance(node, Unary | Binary) else 1 for node in counted)
+            found.append((operations, axes.count(I.name), axes.count(J.name)))
+    return found
+
+
+def _kept(expr: Expr) -> bool:
+    """True for what is worth a register: a sum or a truth is made again where it is needed, a load counts elsewhere."""
+    if isinstance(expr, Compare) or (isinstance(expr, Binary) and expr.op in "&|"):
+        return False
+    loads = any(isinstance(part, Load) for part in walk(expr))
+    divides = any(isinstance(part, Binary) and part.op in ("floor_div", "floor_mod") for part in walk(expr))
+    return (divides or any(isinstance(part, Unary) for part in walk(expr))) and not loads
+
+
+def function_registers(kernel: Kernel, sizes: Sizes, layout: tuple[int, int]) -> int:
+    """What the arithmetic of masks and score functions takes of a thread beside tiles: for the statement with the most.
+
+    layout: warps along rows and columns of the scores, as in `loaded_values`.
+    """
+    rows, cols = (-(-sizes[dim] // along) for dim, along in zip(kernel.buffer("s").shape, layout, strict=True))
+    tile = rows * cols // 32
+    return max(
+        (tile if operations >= MANY_OPERATIONS else 0) + by_row * -(-rows // 8) + by_col * -(-cols // 4)
+        for operations, by_row, by_col in _operations(kernel) or [(0, 0, 0)]
+    )
 
 
 @remembered
@@ -91,6 +189,11 @@ def _loads(kernel: Kernel) -> list[set[str]]:
         inner = {node for load in loads for index in load.index for node in walk(index)}  # become addresses at once
         found += [variables(load) & {I.name, J.name} for load in loads - inner]
     return found
+
+
+def listed(kernel: Kernel) -> bool:
+    """True where loops walk lists of blocks."""
+    return any(isinstance(stmt, Let) and loads(stmt.value) for stmt in kernel.body)
 
 
 def loaded_values(kernel: Kernel, sizes: Sizes, layout: tuple[int, int]) -> int:
@@ -171,6 +274,8 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
     overhead = OVERHEAD_REGISTERS.get(kernel.name, OTHER_OVERHEAD_REGISTERS)
     if layouts.get("s") == (2, 2):
         overhead += SPLIT_OVERHEAD_REGISTERS
+    if kernel.name == "attention_forward" and draws(kernel):
+        overhead += RANDOM_REGISTERS * (2 if scores(kernel) else 1)
     loaded = loaded_values(kernel, sizes, layouts["s"]) if "s" in layouts else 0
     overhead += loaded + min(loaded, ADDRESS_REGISTERS)
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead

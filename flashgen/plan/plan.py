@@ -87,11 +87,13 @@ class Verdict:
     """What became of a candidate: rejected with a sentence, or ranked by its cost in clocks for each MFLOP.
 
     unfit: rejected for its shape on any chip, not for a limit of this one.
+    excess: rejected for nothing but so many registers of a thread beyond the limit, by an estimate.
     """
 
     candidate: Candidate
     rejection: str = ""
     unfit: bool = False
+    excess: int = 0
     cost: float = 0.0
     why: str = ""
 

@@ -6,37 +6,58 @@ a measurement on a named card says so.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 
+from flashgen.attention.varlen import PADDING as _PADDING
 from flashgen.calculus import unguarded
 from flashgen.ir.expr import Const, Select, Var, text
 from flashgen.ir.nodes import Kernel, Map, Space
 from flashgen.ir.visit import statements
 from flashgen.plan import cost, sm90, sm90_backward, smem, tuned
 from flashgen.plan.arch import Arch
-from flashgen.plan.candidates import candidates
+from flashgen.plan.candidates import candidates, tile_names
 from flashgen.plan.operands import through_shared
 from flashgen.plan.plan import KIB, Candidate, Plan, Verdict
 from flashgen.spec import Spec
+
+log = logging.getLogger("flashgen")
+PADDING = _PADDING.name
+SUMS = (4, 64, 64)  # warps, rows and columns: 32 numbers a thread, on a grid of few blocks
 
 
 class PlanError(ValueError):
     """No candidate fits the chip."""
 
 
-def plan(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
-    """The plan of one kernel, with every candidate's verdict; PlanError names the limit where none fits."""
+def plan(kernel: Kernel, spec: Spec, arch: Arch, may_spill: bool = False) -> Plan:
+    """The plan of one kernel, with every candidate's verdict; PlanError names the limit where none fits.
+
+    may_spill: where none fits, take the one that exceeds the registers least. What functions load is estimated from
+    above, and slow is better than refused.
+    """
     verdicts = judged(kernel, arch, head_dims(spec, arch, kernel.name))
     if not verdicts or verdicts[0].rejection:
+        closest = min((v for v in verdicts if may_spill and v.excess), key=_beyond, default=None)
+        if closest is not None:
+            log.info("%s: no tile of %s has the registers; %s may spill", spec, kernel.name, closest.candidate)
+            made = make(kernel, spec, arch, closest.candidate)
+            return replace(made, verdicts=tuple(verdicts), source="the fewest registers: it may spill")
         least = min(verdicts, key=_size)
         raise PlanError(f"no tile of {kernel.name} fits {arch.name}: even {least.candidate}: {least.rejection}")
-    chosen, source = _choose(verdicts, tuned.lookup(kernel.name, spec, arch))
-    if (spec.mask or spec.score) and source.startswith("measurement"):
-        source += ", without the mask and score functions"
-    source += ", with one head in a tile" * (spec.packed > 1 and source.startswith("measurement"))
+    measured, own = tuned.lookup(kernel.name, spec, arch), tuned.has_own(kernel.name, spec, arch)
+    unguessed = False
+    if measured and not own and cost.rises(kernel):
+        unguessed, measured = sm90.GUESS in measured.traits, measured.without(sm90.GUESS)
+    chosen, source = _choose(verdicts, measured)
+    if source.startswith("measurement"):
+        source += ", without the mask and score functions" * (bool(spec.mask or spec.score) and not own)
+        source += ", with a guess of the maximum" * unguessed
+        source += ", with sequences of one length" * spec.varlen
+        source += ", with one head in a tile" * (spec.packed > 1)
     made = make(kernel, spec, arch, chosen)
-    variants = (*made.variants, *_unguarded(kernel))
+    variants = (*made.variants, *tuned.by_length(kernel.name, spec, arch), *_unguarded(kernel))
     return replace(made, verdicts=tuple(verdicts), source=source, variants=variants)
 
 
@@ -89,6 +110,14 @@ def plan_like(kernel: Kernel, spec: Spec, arch: Arch, leader: Plan) -> Plan:
     return replace(made, source=f"the blocks of {leader.kernel}")
 
 
+def plan_sums(kernel: Kernel, spec: Spec, arch: Arch) -> Plan:
+    """The plan of a kernel that only adds up what it loads: one tile for all."""
+    warps, rows, cols = SUMS
+    layouts = tuple((name, (warps, 1)) for name in tile_names(kernel))
+    candidate = Candidate((("block_q", rows), ("block_kv", cols)), warps, (), layouts)
+    return replace(make(kernel, spec, arch, candidate), min_blocks=1, source="the shape that all of its kind have")
+
+
 def head_dims(spec: Spec, arch: Arch, kernel: str = "") -> dict[str, int]:
     """Head dims padded to whole matrix instructions (in depth and in pairs of columns).
 
@@ -122,7 +151,8 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     registers = cost.registers(kernel, sizes, threads, layouts)
     limit = min(arch.max_registers, arch.registers // threads)
     if registers > limit:
-        return Verdict(candidate, rejection=f"about {registers} registers a thread exceed {limit}: it would spill")
+        sentence = f"about {registers} registers a thread exceed {limit}: it would spill"
+        return Verdict(candidate, rejection=sentence, excess=registers - limit)
     blocks = cost.resident_blocks(arch, threads, registers, needed)
     work = cost.step(kernel, arch, sizes, layouts, candidate.warps)
     waited = sum(count == 1 for _, count in candidate.stages) / max(len(candidate.stages), 1)
@@ -180,7 +210,17 @@ def unrolled_depth(kernel: Kernel, sizes: dict[str, int], layouts: dict[str, tup
     wide = max(sizes["head_dim"], sizes["head_dim_v"]) if kernel.name == "attention_backward" else 0
     if wide > 128 and layouts["s"] == (2, 2):
         return 1
-    return 4 if wide in (0, 16, 32, 64, 128) else 2
+    found = 4 if wide in (0, 16, 32, 64, 128) else 2
+    if not any(item.name == PADDING for item in kernel.scalars):
+        return found
+    # Where the sequences lie takes registers too; compiled by NVRTC 13.5, up to 32 bytes were spilled.
+    if kernel.name == "attention_backward_dq":
+        return 1 if max(sizes["head_dim"], sizes["head_dim_v"]) > 128 else 2
+    return found if found == 4 else 1
+
+
+def _beyond(verdict: Verdict) -> tuple[int, str]:
+    return verdict.excess, str(verdict.candidate)
 
 
 def _size(verdict: Verdict) -> tuple[bool, int, int, str]:

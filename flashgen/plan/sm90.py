@@ -5,6 +5,7 @@ for one, two and three computing warpgroups.
 
 Traits of a candidate: "persistent" (a block takes tiles in a fixed order) or "dynamic" (it asks for its next one), "in
 turns" (the warpgroups issue their products one after the other), "guessed maximum" (softmax does not wait for maxima).
+Kernels with functions have each candidate with a guess and without.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from flashgen.attention.varlen import ROW_BLOCK
 from flashgen.ir.nodes import Kernel
 from flashgen.ir.visit import heads_in_tile
 from flashgen.plan import cost
@@ -30,13 +32,26 @@ OVERHEAD_REGISTERS = 30
 # computes one of them for all elements before the next, which takes another tile.
 FUNCTION_REGISTERS = 8
 MANY_FUNCTIONS = 4
+# Beside what functions load, where heads share a tile and lists of blocks are walked: counted on compiled kernels.
+LISTED_REGISTERS = 8
 BLOCKS_KV = (64, 80, 96, 112, 128, 144, 160, 176, 192)
 # Clocks of a step that no other warpgroup's work covers (fitted on an H200).
 STEP_LATENCY = 300
 # The time that a fixed order of tiles takes, where asking for the next takes 1: 0.98 at 4096, 1.05 at 512.
 FIXED_ORDER = 1.01
-# Q in two stages, so that the next tile's is loaded early. A guess, not yet measured: behind the same without it.
-Q_AHEAD = 1.001
+# The time with Q in two stages, so that the next tile's is loaded early, where one takes 1: 0.9 to 1 at 512 and 1024,
+# 0.96 to 1.04 from 2048 on (an H200, head_dim 64 and 128).
+Q_AHEAD = 0.99
+GUESS = "guessed maximum"
+# The time without a guess, where that with one takes 1: 1.02 to 1.12 (an H200, docs/benchmarks.md, 2026-11-30).
+NO_GUESS = 1.06
+# The time with a guess that is too low in most steps, which are then computed twice, the second time with mma.sync: an
+# H200 does 261 TFLOP/s with ALiBi and a guess, and 502 without ALiBi (head_dim 64, causal).
+LOW_GUESS = 2.0
+RISING = (
+    "no guess of the maximum: the score function has kv_idx in it, and where scores rise with it most steps would be "
+    "computed twice"
+)
 PACKING = (
     "calls with few queries of grouped heads take a kernel in which 2 to 64 heads share a tile (--packed shows it)"
 )
@@ -48,15 +63,22 @@ CACHED_BYTES = 16 * 1024 * KIB  # of keys and values that are read at the same t
 
 def candidates(kernel: Kernel) -> Iterator[Candidate]:
     """One, two or three computing warpgroups, each with 64 rows of queries, and one that loads."""
-    orders = ("dynamic",) if kernel.axes[0].longest_first else ("dynamic", "persistent")
-    for warpgroups, block_kv, order, ahead in product((1, 2, 3), BLOCKS_KV, orders, (False, True)):
+    uneven = kernel.axes[0].longest_first or kernel.axes[0].name == ROW_BLOCK.name
+    orders = ("dynamic",) if uneven else ("dynamic", "persistent")
+    # What is dropped would hide a guess that was too low, and random numbers take longer than maxima.
+    guesses: tuple[tuple[str, ...], ...] = () if cost.draws(kernel) else ((GUESS,),)
+    more = cost.takes_functions(kernel)
+    guesses += ((),) if more else ()
+    for warpgroups, block_kv, order, ahead, guess in product((1, 2, 3), BLOCKS_KV, orders, (False, True), guesses):
+        if ahead and more and warpgroups == 3:
+            continue  # 160 registers are too few then: 8 to 70 bytes are spilled
         turns = ("in turns",) if warpgroups > 1 else ()
         yield Candidate(
             blocks=(("block_q", 64 * warpgroups), ("block_kv", block_kv)),
             warps=4 * warpgroups + 4,
             stages=(("k_tile", 2), ("v_tile", 2), *((("q_tile", 2),) if ahead else ())),
             layouts=tuple((name, (4 * warpgroups, 1)) for name in tile_names(kernel)),
-            traits=(order, *turns, "guessed maximum"),
+            traits=(order, *turns, *guess),
         )
 
 
@@ -71,7 +93,7 @@ def make(
         dims=dims,
         candidate=candidate,
         shared=shared,
-        registers=registers(kernel, sizes),
+        registers=registers(kernel, sizes) + _unguessed_registers(kernel, sizes, candidate),
         min_blocks=1,
         producer_warps=4,
         role_registers=role_registers(candidate),
@@ -79,8 +101,13 @@ def make(
         covered_by_output=covered,
         keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
         packed=heads_in_tile(kernel),
-        variants=(PACKING,) if heads_in_tile(kernel) == 1 else (),
+        variants=(PACKING,) * (heads_in_tile(kernel) == 1) + (RISING,) * _warned(kernel, candidate),
     )
+
+
+def _warned(kernel: Kernel, candidate: Candidate) -> bool:
+    """True for a candidate that is without a guess for the sake of scores that may rise with the keys."""
+    return GUESS not in candidate.traits and cost.rises(kernel) and not cost.draws(kernel)
 
 
 def _mbarriers(candidate: Candidate, covered: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
@@ -129,7 +156,26 @@ def registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     """The estimate for a thread that computes: scores, the packed operand that is still read, output, and the rest."""
     tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + sizes["head_dim_v"] // 2
     tiles += _loading_registers(kernel, sizes)
-    return tiles + OVERHEAD_REGISTERS + _function_registers(kernel, sizes)
+    return tiles + OVERHEAD_REGISTERS + _function_registers(kernel, sizes) + _random_registers(kernel, sizes)
+
+
+def _unguessed_registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> int:
+    """More where maxima are computed at once, of scores with the number of the key in them and no mask of `causal`.
+
+    The compiler then works out what is added to all elements ahead of the product. Counted on ALiBi, head_dim 64, 128
+    and 256: what tiles of 64 to 144 keys spilled with NVRTC 13.5.
+    """
+    ahead = _warned(kernel, candidate) and not kernel.axes[0].longest_first
+    return 5 * sizes["block_kv"] // 8 - 22 if ahead else 0
+
+
+def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
+    """What random numbers take, counted on compiled kernels: with more registers the compiler makes more at a time."""
+    if not cost.draws(kernel):
+        return 0
+    if sizes["block_q"] == 192:
+        return 24 if cost.scores(kernel) else 8
+    return max(8, sizes["block_kv"] // 2 - 16)
 
 
 def _loading_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
@@ -143,7 +189,9 @@ def _function_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     functions, more = cost.on_scores(kernel)
     if functions >= MANY_FUNCTIONS:
         return sizes["block_kv"] // 2
-    return FUNCTION_REGISTERS if more or cost.loaded_values(kernel, sizes, (1, 1)) else 0
+    least = FUNCTION_REGISTERS if more or cost.loaded_values(kernel, sizes, (1, 1)) else 0
+    beside = LISTED_REGISTERS if cost.listed(kernel) and heads_in_tile(kernel) > 1 else 0
+    return beside + max(least, cost.function_registers(kernel, sizes, (sizes["block_q"] // 16, 1)))
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
@@ -157,7 +205,8 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     if needed > arch.shared_per_block:
         excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:g} KiB of a block"
         return Verdict(candidate, rejection=excess)
-    taken, limit = registers(kernel, sizes), role_registers(candidate)[1]
+    taken = registers(kernel, sizes) + _unguessed_registers(kernel, sizes, candidate)
+    limit = role_registers(candidate)[1]
     if taken > min(limit, arch.max_registers):
         return Verdict(candidate, rejection=f"about {taken} registers a thread exceed {limit}: it would spill")
     elements = sizes["block_q"] * sizes["block_kv"]
@@ -165,11 +214,19 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     softmax = elements * (1 / arch.exp_rate + 3 / 128)
     latency = STEP_LATENCY if warpgroups > 1 else 2 * STEP_LATENCY
     clocks = max(matrix, softmax) + min(matrix, softmax) / (1 + warpgroups) + latency
-    cost = clocks * 1e6 / (2 * elements * (sizes["head_dim"] + sizes["head_dim_v"]))
-    cost *= FIXED_ORDER if "persistent" in candidate.traits else 1
-    cost *= Q_AHEAD if "q_tile" in dict(candidate.stages) else 1
+    total = clocks * 1e6 / (2 * elements * (sizes["head_dim"] + sizes["head_dim_v"])) * _factor(kernel, candidate)
     why = (
         f"{needed / KIB:.1f} KiB, {taken} registers; a step takes {matrix:.0f} clocks of matrix work, "
-        f"{softmax:.0f} of softmax"
+        f"{softmax:.0f} of softmax" + ", most steps twice" * (GUESS in candidate.traits and cost.rises(kernel))
     )
-    return Verdict(candidate, cost=cost, why=why)
+    return Verdict(candidate, cost=total, why=why)
+
+
+def _factor(kernel: Kernel, candidate: Candidate) -> float:
+    """What the order of tiles, Q in two stages and the guess of the maximum do to the time."""
+    order = FIXED_ORDER if "persistent" in candidate.traits else 1
+    ahead = Q_AHEAD if "q_tile" in dict(candidate.stages) else 1
+    if GUESS in candidate.traits:
+        return order * ahead * (LOW_GUESS if cost.rises(kernel) else 1)
+    # What draws has no candidate with a guess to compare with.
+    return order * ahead * (1 if cost.draws(kernel) else NO_GUESS)

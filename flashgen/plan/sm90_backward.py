@@ -20,7 +20,15 @@ from itertools import product
 
 from flashgen.ir.nodes import Buffer, Kernel, Space
 from flashgen.plan.arch import Arch
-from flashgen.plan.cost import accumulator_registers, loaded_registers, on_scores
+from flashgen.plan.cost import (
+    accumulator_registers,
+    draws,
+    function_registers,
+    loaded_registers,
+    on_scores,
+    scores,
+    takes_functions,
+)
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
 from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS
 from flashgen.plan.smem import panel_bytes
@@ -32,6 +40,9 @@ UNDIVIDED = 128
 HEAD_DIM_UNIT = 64
 # Addresses, counters, the vectors of a step, counted on compiled kernels.
 OVERHEAD_REGISTERS = 16
+# The same in the main kernel where it leaves dQ to another and no function takes part: 80 queries then fit at head_dim
+# 128, for 2 to 3 % at 8k (an H200).
+PLAIN_OVERHEAD_REGISTERS = 12
 # The same where functions load elements that differ by row and column: the vectors of the step are not there yet.
 LOADING_REGISTERS = 16
 BLOCKS = (64, 80, 96, 112, 128)
@@ -197,7 +208,8 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         widest, tile = max(sizes["head_dim"], sizes["head_dim_v"]), sizes["block_q"]
         loaded = loaded_registers(kernel, sizes, (4, 1), LOADING_REGISTERS)
         loading = (widest + tile) // 2 + loaded if loaded else 0  # dV, the scores
-        return max((widest + 2 * tile + tile // 2) // 2, loading) + OVERHEAD_REGISTERS  # dK or dV, P, dP, dS packed
+        random = 12 * (draws(kernel) and scores(kernel))
+        return max((widest + 2 * tile + tile // 2) // 2, loading) + OVERHEAD_REGISTERS + random  # dK or dV, P, dP, dS
     threads = 32 * (candidate.warps - 4)
     tiles = accumulator_registers(kernel, sizes, threads, dict(candidate.layouts))
     replaced = "late" in candidate.traits if _has_trait(kernel) else on_scores(kernel)[0] < MANY_FUNCTIONS
@@ -206,15 +218,42 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         # by NVRTC 13.5 that holds in both kernels, but not without "late" (4 to 12 bytes are spilled), and for dQ alone
         # not with many functions (24).
         tiles -= sizes["block_q"] * sizes["block_kv"] // 2 // threads
-    return max(tiles + OVERHEAD_REGISTERS, _while_loading(kernel, sizes, threads))
+    plain = kernel.name == "attention_backward" and not _adds_dq(kernel) and not takes_functions(kernel)
+    overhead = (PLAIN_OVERHEAD_REGISTERS if plain else OVERHEAD_REGISTERS) + _random_registers(kernel, sizes)
+    return max(tiles + overhead, _while_computing(kernel, sizes, threads), _while_loading(kernel, sizes, threads))
+
+
+def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
+    """What random numbers take where there are functions too, counted on compiled kernels: with fewer, some of them
+    spill 4 to 190 bytes. Without functions there are none that spill; beside a window some do, by 8 bytes, which is
+    less than another kernel for dQ."""
+    if not (draws(kernel) and on_scores(kernel)[1]):
+        return 0
+    if kernel.name == "attention_backward":
+        return 8 * scores(kernel)
+    return sizes["block_kv"] // 2 - 8
+
+
+def _while_computing(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
+    """Registers of a thread where masks and score functions are computed: dP is computed beside the scores by then.
+
+    The slope is not there yet, or is itself what they take.
+    """
+    taken = function_registers(kernel, sizes, (threads // 32, 1))
+    return _held(kernel, sizes, threads, {"s", "dp"}) + taken + OVERHEAD_REGISTERS if taken else 0
+
+
+def _held(kernel: Kernel, sizes: dict[str, int], threads: int, beside: set[str]) -> int:
+    """Registers of the accumulators of results, and of the tiles beside them."""
+    results = {"dk_acc", "dv_acc"} if kernel.name == "attention_backward" else {"dq_acc"}
+    tiles = [item for item in _register_tiles(kernel) if item.name in results | beside]
+    return sum(math.prod(sizes[dim] for dim in item.shape) // threads for item in tiles)
 
 
 def _while_loading(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
     """Registers of a thread where functions load from arrays: dP is computed beside the scores by then."""
     loaded = loaded_registers(kernel, sizes, (threads // 32, 1), LOADING_REGISTERS)
-    results = {"dk_acc", "dv_acc"} if kernel.name == "attention_backward" else {"dq_acc"}
-    tiles = [item for item in _register_tiles(kernel) if item.name in results | {"s", "dp", "slope"}]
-    return loaded + sum(math.prod(sizes[dim] for dim in item.shape) // threads for item in tiles) if loaded else 0
+    return loaded + _held(kernel, sizes, threads, {"s", "dp", "slope"}) if loaded else 0
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:

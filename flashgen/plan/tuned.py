@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate
-from flashgen.spec import Spec
+from flashgen.spec import Function, Spec
 
 WIDTH = 100  # of a command in a line
-Key = tuple[str, str, int, int, bool]
+Key = tuple[str, str, int, int, bool, str, str]
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Measured:
     """The choice of one candidate, by all that tells candidates apart.
 
     stages: the depth of every staged buffer, in the candidate's order. split: warps along the columns of the scores.
-    traits: the candidate's.
+    traits: the candidate's. limit: of a line for short sequences the most keys that it holds for, of one for long ones
+    the fewest.
     """
 
     blocks: tuple[tuple[str, int], ...]
@@ -30,6 +33,7 @@ class Measured:
     note: str
     split: int = 1
     traits: tuple[str, ...] = ()
+    limit: int = 0
 
     def matches(self, candidate: Candidate) -> bool:
         """True for the candidate with these blocks, warps, stages, split and traits."""
@@ -37,50 +41,97 @@ class Measured:
         theirs = (candidate.warps, candidate.depths, candidate.split, candidate.traits)
         return own == (dict(candidate.blocks), *theirs)
 
+    def without(self, trait: str) -> Measured:
+        """The same choice without a trait."""
+        return replace(self, traits=tuple(item for item in self.traits if item != trait))
 
-# (arch, kernel, head_dim, head_dim_v, causal) -> choice
+
+# (arch, kernel, head_dim, head_dim_v, causal, kind of the functions, length of the Spec) -> choice
 TABLE: dict[Key, Measured] = {
-    ("sm_90a", "attention_forward", 64, 64, False): Measured(
+    ("sm_90a", "attention_forward", 64, 64, False, "", ""): Measured(
         (("block_q", 192), ("block_kv", 128)),
         16,
-        (2, 2),
-        "NVIDIA H200, 2026-11-30, 487 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 64 --full --seqlen 4096",
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 350 to 535 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --full --preset full --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 64, 64, True): Measured(
+    ("sm_90a", "attention_forward", 64, 64, True, "", ""): Measured(
         (("block_q", 192), ("block_kv", 128)),
         16,
-        (2, 2),
-        "NVIDIA H200, 2026-11-30, 443 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 4096",
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 367 to 508 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --causal --preset spine --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 128, 128, False): Measured(
+    ("sm_90a", "attention_forward", 64, 64, True, "", "short"): Measured(
+        (("block_q", 128), ("block_kv", 160)),
+        12,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 212 to 296 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 512 --seqlen 1024 --rounds 3",
+        traits=("dynamic", "in turns", "guessed maximum"),
+        limit=1024,
+    ),
+    ("sm_90a", "attention_forward", 128, 128, False, "", ""): Measured(
         (("block_q", 128), ("block_kv", 128)),
         12,
-        (2, 2),
-        "NVIDIA H200, 2026-11-30, 639 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 128 --full --seqlen 4096",
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 462 to 639 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 128 --full --preset full --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 128, 128, True): Measured(
+    ("sm_90a", "attention_forward", 128, 128, False, "", "long"): Measured(
+        (("block_q", 192), ("block_kv", 80)),
+        16,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 660 to 665 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 128 --full --preset spine --rounds 3",
+        traits=("persistent", "in turns", "guessed maximum"),
+        limit=8192,
+    ),
+    ("sm_90a", "attention_forward", 128, 128, True, "", ""): Measured(
         (("block_q", 128), ("block_kv", 128)),
         12,
-        (2, 2),
-        "NVIDIA H200, 2026-11-30, 620 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 128 --causal --seqlen 4096",
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-02, 337 to 522 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 128 --causal --preset full --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 256, 256, False): Measured(
+    ("sm_90a", "attention_forward", 128, 128, True, "", "long"): Measured(
+        (("block_q", 128), ("block_kv", 160)),
+        12,
+        (2, 2),
+        "NVIDIA H200, 2026-12-02, 577 to 658 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 128 --causal --preset spine --rounds 3",
+        traits=("dynamic", "in turns", "guessed maximum"),
+        limit=4096,
+    ),
+    ("sm_90a", "attention_backward_dq", 128, 128, False, "", ""): Measured(
+        (("block_q", 128), ("block_kv", 96)),
+        12,
+        (2, 2),
+        "NVIDIA H200, 2026-12-02, 467 TFLOP/s beside 450 with 128 keys, at 8192: "
+        "the deterministic backward with each candidate for its last kernel",
+    ),
+    ("sm_90a", "attention_forward", 256, 256, False, "", ""): Measured(
         (("block_q", 128), ("block_kv", 80)),
         12,
         (2, 2),
-        "NVIDIA H200, 2026-11-30, 701 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 256 --full --seqlen 4096",
-        traits=("dynamic", "in turns", "guessed maximum"),
+        "NVIDIA H200, 2026-12-02, 596 to 735 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 256 --full --preset full --rounds 3",
+        traits=("persistent", "in turns", "guessed maximum"),
     ),
-    ("sm_90a", "attention_forward", 256, 256, True): Measured(
+    ("sm_90a", "attention_forward", 256, 256, False, "", "short"): Measured(
+        (("block_q", 128), ("block_kv", 64)),
+        12,
+        (2, 2),
+        "NVIDIA H200, 2026-12-02, 489 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 256 --full --seqlen 512 --rounds 3",
+        traits=("persistent", "in turns", "guessed maximum"),
+        limit=512,
+    ),
+    ("sm_90a", "attention_forward", 256, 256, True, "", ""): Measured(
         (("block_q", 128), ("block_kv", 80)),
         12,
         (2, 2),
@@ -91,9 +142,71 @@ TABLE: dict[Key, Measured] = {
 }
 
 
+def kind(spec: Spec) -> str:
+    """What the mask and score functions are: their names, without the numbers in them; "" where there are none.
+
+    window=(1024, 0) is "window", softcap=50.0 "softcap", both "window_softcap", scores.bias of bfloat16 "bias_bf16": a
+    line for one size is taken for all. What a user wrote has the name of its text, which no line has.
+    """
+    return "_".join(word for function in (spec.mask, spec.score) if function for word in _words(function))
+
+
+def _words(function: Function) -> Iterator[str]:
+    """The words of a function's name, and the types of its arrays, which are part of it."""
+    types = {array.dtype.cuda for array in function.arrays}
+    for word in function.name.split("_"):
+        bare = word if word in types else re.split(r"\d", word)[0]
+        if bare:
+            yield bare
+
+
 def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:
-    """The measured choice for a kernel, or None."""
-    return TABLE.get(_key(kernel, spec, arch))
+    """The measured choice for a kernel, or None; the usual one for a length without a line of its own.
+
+    Functions of a kind without lines take the line without functions.
+    """
+    kinds = (kind(spec), "") if spec.mask or spec.score else ("",)
+    keys = (_key(kernel, replace(spec, length=length), arch, of) for of in kinds for length in (spec.length, ""))
+    return next((TABLE[key] for key in keys if key in TABLE), None)
+
+
+def has_own(kernel: str, spec: Spec, arch: Arch) -> bool:
+    """True where `lookup` gives a line for functions of this very kind."""
+    return any(_key(kernel, replace(spec, length=length), arch) in TABLE for length in (spec.length, ""))
+
+
+def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
+    """The `length` of the Spec that a call with so many keys should take.
+
+    What lengths were not measured with takes the usual tile at every length.
+    """
+    if not _measured(spec):
+        return ""
+    short, long = (TABLE.get(_key(kernel, replace(spec, length=name), arch)) for name in ("short", "long"))
+    if short and seqlen_k <= short.limit:
+        return "short"
+    return "long" if long and seqlen_k >= long.limit else ""
+
+
+def _measured(spec: Spec) -> bool:
+    """True for what lengths were measured with: one head a tile, sequences of one length, no dropout.
+
+    Functions have lines of their kind, or none.
+    """
+    return not (spec.packed > 1 or spec.varlen or spec.dropout)
+
+
+def by_length(kernel: str, spec: Spec, arch: Arch) -> list[str]:
+    """A sentence for each length that has a tile of its own; none for what takes the usual one at every length."""
+    if spec.length or not _measured(spec):
+        return []
+    found = []
+    for name, words in (("short", "of up to {} keys"), ("long", "of {} keys and more")):
+        other = TABLE.get(_key(kernel, replace(spec, length=name), arch))
+        if other:
+            tile = " x ".join(f"{block.removeprefix('block_')} {size}" for block, size in other.blocks)
+            found.append(f"calls {words.format(other.limit)} take a tile of {tile} (--length {name} shows it)")
+    return found
 
 
 def line(kernel: str, spec: Spec, arch: Arch, candidate: Candidate, figure: str, command: str) -> str:
@@ -104,9 +217,13 @@ def line(kernel: str, spec: Spec, arch: Arch, candidate: Candidate, figure: str,
     items[-1] += ","
     items += [f"split={candidate.split},"] * (candidate.split != 1)
     items += [f"traits={candidate.traits!r},"] * bool(candidate.traits)
+    present = TABLE.get(_key(kernel, spec, arch))
+    items += [f"limit={present.limit},"] if present and present.limit else []
     text = "".join(f"        {item}\n" for item in items)
     return f"    {_key(kernel, spec, arch)!r}: Measured(\n{text}    ),".replace("'", '"')
 
 
-def _key(kernel: str, spec: Spec, arch: Arch) -> Key:
-    return arch.name, kernel, spec.head_dim, spec.head_dim_v, spec.causal
+def _key(kernel: str, spec: Spec, arch: Arch, functions: str | None = None) -> Key:
+    """functions: their kind; that of the spec where None."""
+    of = kind(spec) if functions is None else functions
+    return arch.name, kernel, spec.head_dim, spec.head_dim_v, spec.causal, of, spec.length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,10 @@ class Problem:
     head_dim_v: int
     strides: tuple[tuple[int, int, int], ...]
 
+    def padded_rows(self, block_q: int) -> int:
+        """Rows of a workspace with room for whole blocks of queries."""
+        return -(-self.seqlen_q // block_q) * block_q
+
     def scalars(self, scale: float) -> dict[str, int | float]:
         return {
             "batches": self.batch,
@@ -50,32 +55,61 @@ def check(spec: Spec, layout: str, library: Library, q: Any, k: Any, v: Any) -> 
     """The sizes of a call, or a ValueError that names the argument, the limit and what to do."""
     for name, array in zip("qkv", (q, k, v), strict=True):
         check_dimensions(name, array)
-        if library.dtype_name(array) != spec.dtype.name:
-            found = library.dtype_name(array)
-            raise ValueError(
-                f"{name} is {found} but this kernel takes {spec.dtype}; cast q, k and v to one 16-bit type"
-            )
-        if library.device(array) != library.device(q):
-            raise ValueError(f"{name} is on another device than q; move q, k and v to one")
-        if array.shape[3] > 1 and 0 not in array.shape and library.strides(array)[3] != 1:
-            raise ValueError(f"{name}'s last dimension is not contiguous; call .contiguous() on it")
+        check_elements(name, array, spec, library, q)
+    check_widths(spec, q, k, v)
     seq, head = (1, 2) if layout == "bshd" else (2, 1)
-    for name, array, width in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.head_dim_v)):
-        if array.shape[3] != width:
-            raise ValueError(f"{name} has head_dim {array.shape[3]} but this kernel takes {width}; compile one for it")
-    for what, axis in (("batch", 0), ("seqlen_k", seq), ("heads_kv", head)):
-        if k.shape[axis] != v.shape[axis]:
-            raise ValueError(f"k and v disagree in {what}: {k.shape[axis]} and {v.shape[axis]}; give both the same")
+    check_agreement(k, v, {"batch": 0, "seqlen_k": seq, "heads_kv": head})
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k disagree in batch: {q.shape[0]} and {k.shape[0]}; give both the same")
     heads, heads_kv = q.shape[head], k.shape[head]
     check_sizes(q.shape[0], q.shape[seq], k.shape[seq], heads, heads_kv)
     strides = tuple(row_strides(library.strides(array), layout) for array in (q, k, v))
+    check_reach(strides)
+    sizes = (q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], spec.head_dim, spec.head_dim_v)
+    return Problem(*sizes, strides)
+
+
+def check_elements(name: str, array: Any, spec: Spec, library: Library, q: Any) -> None:
+    """ValueError unless the array has the kernel's type, is where q is, and has rows without gaps."""
+    if library.dtype_name(array) != spec.dtype.name:
+        found = library.dtype_name(array)
+        raise ValueError(f"{name} is {found} but this kernel takes {spec.dtype}; cast q, k and v to one 16-bit type")
+    if library.device(array) != library.device(q):
+        raise ValueError(f"{name} is on another device than q; move q, k and v to one")
+    if array.shape[-1] > 1 and 0 not in array.shape and library.strides(array)[-1] != 1:
+        raise ValueError(f"{name}'s last dimension is not contiguous; call .contiguous() on it")
+
+
+def check_widths(spec: Spec, q: Any, k: Any, v: Any) -> None:
+    """ValueError unless the last axes are the kernel's head dims."""
+    for name, array, width in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.head_dim_v)):
+        if array.shape[-1] != width:
+            raise ValueError(f"{name} has head_dim {array.shape[-1]} but this kernel takes {width}; compile one for it")
+
+
+def check_agreement(k: Any, v: Any, axes: dict[str, int]) -> None:
+    """ValueError unless k and v have the same sizes along these axes, by what they are called."""
+    for what, axis in axes.items():
+        if k.shape[axis] != v.shape[axis]:
+            raise ValueError(f"k and v disagree in {what}: {k.shape[axis]} and {v.shape[axis]}; give both the same")
+
+
+def check_reach(strides: tuple[tuple[int, int, int], ...]) -> None:
+    """ValueError where rows of q, k or v, by their (batch, head, row) strides, lie too far apart."""
     for name, (_, _, row) in zip("qkv", strides, strict=True):
         if not in_reach(row):
             raise ValueError(f"{name}'s rows lie {row} elements apart, over 2^31 - 1; call .contiguous() on it")
-    sizes = (q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], spec.head_dim, spec.head_dim_v)
-    return Problem(*sizes, strides)
+
+
+def check_device(name: str, library: Library, array: Any, device: int | None) -> None:
+    """ValueError unless the array of this name is on the device, which is that of q."""
+    if library.device(array) != device:
+        raise ValueError(f"{shown(name)} is on another device than q; move it to that of q, k and v")
+
+
+def shown(name: str) -> str:
+    """The name of an array in messages: mask_ids is the ids of mask_aux."""
+    return re.sub("^(mask|score)_", r"\1_aux's ", name)
 
 
 def check_sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: int) -> None:
@@ -93,15 +127,18 @@ def check_sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_kv: 
 
 def check_dimensions(name: str, array: Any) -> None:
     """ValueError unless the array has the four dimensions of a layout."""
+    axes = "(batch, seqlen, heads, head_dim) or in layout 'bhsd' (batch, heads, seqlen, head_dim)"
+    check_rank(name, array, 4, f"{axes}; reshape it, with 1 for those that it lacks")
+
+
+def check_rank(name: str, array: Any, rank: int, what: str) -> None:
+    """ValueError unless the array has so many dimensions; what: which these are, and what to do."""
     try:
         count = len(array.shape)
     except RuntimeError:  # of a nested tensor
         raise without_memory(name) from None
-    if count != 4:
-        raise ValueError(
-            f"{name} has {count} dimensions and needs 4, (batch, seqlen, heads, head_dim) or in layout "
-            "'bhsd' (batch, heads, seqlen, head_dim); reshape it, with 1 for those that it lacks"
-        )
+    if count != rank:
+        raise ValueError(f"{name} has {count} dimensions and needs {rank}, {what}")
 
 
 def without_memory(name: str) -> ValueError:
@@ -121,8 +158,7 @@ def check_results(spec: Spec, library: Library, o_shape: tuple, lse_shape: tuple
             raise ValueError(f"{name} has shape {tuple(array.shape)}; give it that of the forward's {like}, {shape}")
         if library.dtype_name(array) != dtype:
             raise ValueError(f"{name} is {library.dtype_name(array)} but this kernel takes {dtype}; cast it to that")
-        if library.device(array) != library.device(arrays["q"]):
-            raise ValueError(f"{name} is on another device than q; move it to that of q, k and v")
+        check_device(name, library, array, library.device(arrays["q"]))
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
@@ -140,7 +176,9 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 
 def row_strides(strides: tuple[int, ...], layout: str) -> tuple[int, int, int]:
-    """(batch, head, row) strides."""
+    """(batch, head, row) strides; of packed sequences there is one batch."""
+    if layout == "thd":
+        return strides[0], strides[1], strides[0]
     return (strides[0], strides[2], strides[1]) if layout == "bshd" else (strides[0], strides[1], strides[2])
 
 
@@ -154,7 +192,7 @@ def gapless(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def aligned_rows(library: Library, array: Any) -> bool:
     """True where every row starts on a 16-byte boundary if the first does (elements of 2 bytes)."""
-    sizes = zip(array.shape[:3], library.strides(array)[:3], strict=True)
+    sizes = zip(array.shape[:-1], library.strides(array)[:-1], strict=True)
     return all(size <= 1 or stride % 8 == 0 for size, stride in sizes)
 
 
@@ -171,7 +209,7 @@ def unreadable(library: Library, layout: str, arrays: dict[str, Any]) -> tuple[s
         if name in VECTORS:
             readable = strides == gapless(array.shape)
         else:
-            readable = strides[3] == 1 and aligned_rows(library, array) and in_reach(row_strides(strides, layout)[2])
+            readable = strides[-1] == 1 and aligned_rows(library, array) and in_reach(row_strides(strides, layout)[2])
         if not readable:
             found.append(name)
     return tuple(found)

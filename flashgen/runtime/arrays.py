@@ -54,12 +54,26 @@ class Library:
         module = self.module()
         return module.zeros(shape, dtype=module.float32 if float32 else like.dtype)
 
-    def cast(self, array: Any, like: Any) -> Any:
-        """The array in the type of another; itself where that is its own."""
-        return array.astype(like.dtype, copy=False)
+    def arange(self, count: int, like: Any) -> Any:
+        """0, 1, 2 ... as 64-bit integers, on the device of another array."""
+        return self.module().arange(count)
+
+    def int32(self, array: Any) -> Any:
+        return array.astype(self.module().int32)
+
+    def at_most(self, array: Any, limit: int) -> Any:
+        return self.module().minimum(array, limit)
+
+    def sorted(self, array: Any) -> Any:
+        """In ascending order along the last axis."""
+        return self.module().sort(array, -1)
 
     def contiguous(self, array: Any) -> Any:
         return self.module().ascontiguousarray(array)
+
+    def cast(self, array: Any, like: Any) -> Any:
+        """The array in the type of another, itself where that is its own."""
+        return array.astype(like.dtype, copy=False)
 
     def stream(self, device: int) -> int:
         """The library's current CUDA stream on a device."""
@@ -119,11 +133,23 @@ class _Torch(Library):
     def zeros(self, shape: Shape, like: Any, float32: bool = True) -> Any:
         return like.new_zeros(shape, dtype=self.module().float32) if float32 else like.new_zeros(shape)
 
-    def cast(self, array: Any, like: Any) -> Any:
-        return array.to(like.dtype)
+    def arange(self, count: int, like: Any) -> Any:
+        return self.module().arange(count, device=like.device)
+
+    def int32(self, array: Any) -> Any:
+        return array.int()
+
+    def at_most(self, array: Any, limit: int) -> Any:
+        return array.clamp(max=limit)
+
+    def sorted(self, array: Any) -> Any:
+        return array.sort(-1).values
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
+
+    def cast(self, array: Any, like: Any) -> Any:
+        return array.to(like.dtype)
 
     def stream(self, device: int) -> int:
         return self.module()._C._cuda_getCurrentRawStream(device)

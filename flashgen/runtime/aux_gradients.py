@@ -17,9 +17,10 @@ from flashgen.attention.backward_aux import Part
 from flashgen.calculus import derivative_by_load, loads_of
 from flashgen.ir.expr import Const, Expr, Var, text
 from flashgen.plan.arch import Arch
-from flashgen.runtime.arguments import Problem, gapless
+from flashgen.runtime import workspaces
+from flashgen.runtime.arguments import Problem, gapless, shown
 from flashgen.runtime.arrays import Library, Shape
-from flashgen.runtime.auxiliary import LARGEST, shown
+from flashgen.runtime.auxiliary import LARGEST
 from flashgen.runtime.call import Call
 from flashgen.runtime.program import Program
 from flashgen.spec import Array, Spec
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 Run = Callable[[Part, Any], None]  # of a part's kernel, with what it writes: `sums`, or `grad` like the array
+
+
+def _array(spec: Spec, name: str) -> Array:
+    return next(item for item in spec.arrays if item.name == name)
 
 
 def parts(spec: Spec, array: Array, shape: Shape, problem: Problem) -> tuple[Part, ...]:
@@ -55,8 +60,12 @@ def _plain(index: tuple[Expr, ...], shape: Shape, sizes: dict[str, int]) -> bool
     )
 
 
-def check(spec: Spec, array: Array, shape: Shape, problem: Problem) -> None:
-    """ValueError where the gradient would not repeat and the spec asks for it."""
+def check(spec: Spec, name: str, shape: Shape, problem: Problem) -> None:
+    """ValueError for a gradient that there is not: one that would not repeat, where the spec asks for that."""
+    if spec.dropout or spec.varlen:
+        what = "dropout" if spec.dropout else "packed sequences"
+        raise ValueError(f"{shown(name)} has no gradient beside {what}; detach it, or leave {what} out")
+    array = _array(spec, name)
     for part in parts(spec, array, shape, problem) if spec.deterministic else ():
         if not part.plain:
             raise ValueError(
@@ -65,10 +74,10 @@ def check(spec: Spec, array: Array, shape: Shape, problem: Problem) -> None:
             )
 
 
-def gradient(library: Library, spec: Spec, array: Array, like: Any, problem: Problem, run: Run) -> Any:
+def gradient(library: Library, spec: Spec, name: str, like: Any, problem: Problem, run: Run) -> Any:
     """The gradient of an array, of its shape and type, from what its kernels give."""
     shape = tuple(like.shape)
-    every = parts(spec, array, shape, problem) if 0 not in shape else ()
+    every = parts(spec, _array(spec, name), shape, problem) if 0 not in shape else ()
     if len(every) == 1 and every[0].plain and every[0].by_pair:
         grad = library.zeros(shape, like, float32=False)
         run(every[0], grad)
@@ -115,7 +124,9 @@ def _bound(call: Call, part: Part, shape: Shape) -> Bound:
     (spec, arch), (strides, scalars) = call.made, call.known
     last = (min(size - 1, LARGEST) for size in shape)
     own = {"sums": gapless(shape)[:2], "grad": (*gapless(shape), *last)}
-    return program(spec, arch, part).bind({**strides, part.target: own[part.target]}, scalars)
+    made = program(spec, arch, part)
+    known = {**strides, **workspaces.strides(made, call.workspaces), part.target: own[part.target]}
+    return made.bind(known, scalars)
 
 
 def interpreting(spec: Spec, arch: Arch, call: Call, library: Library, hosted: dict[str, Any]) -> Run:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flashgen.ir.dtype import F32, I32, DType
 from flashgen.ir.expr import variables
-from flashgen.runtime.arguments import Problem
+from flashgen.runtime.arguments import Problem, check_device, shown
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.runtime.launch import MAX_BLOCKS
 from flashgen.spec import Spec
@@ -17,8 +16,6 @@ from flashgen.trace import DTYPES, DTypes
 LARGEST = 2**31 - 1  # an index has 32 bits
 Types = tuple[DTypes | None, DTypes | None]  # of mask_aux and of score_aux
 Retrace = Callable[[DTypes | None, DTypes | None], Spec]
-
-
 BUILT_IN = {"bias": "bias=True", "alibi_slopes": "alibi=True"}  # arrays of options: arguments of a call by themselves
 
 
@@ -31,6 +28,13 @@ def dtypes(spec: Spec, arrays: Mapping[str, Any]) -> Types:
         types = tuple(_dtype(word, arrays[name]) for word, name in zip(words, names, strict=True))
         found.append(types or None)
     return found[0], found[1]
+
+
+def dtypes_of(argument: str, arrays: Any) -> DTypes | None:
+    """The same of arrays in their order, before there is a spec; None where there are none."""
+    if arrays is None:
+        return None
+    return tuple(_dtype(f"{argument}[{place}]", array) for place, array in enumerate(arrays))
 
 
 def _dtype(name: str, array: Any) -> DType:
@@ -92,14 +96,22 @@ def concrete(assumed: Spec, retrace: Retrace, types: Types) -> Spec:
     return retrace(*types)
 
 
-def shown(name: str) -> str:
-    """The name of an array in messages: mask_ids is the ids of mask_aux."""
-    return re.sub("^(mask|score)_", r"\1_aux's ", name)
-
-
 def check(spec: Spec, problem: Problem, library: Library, arrays: Mapping[str, Any]) -> None:
     """ValueError for an array of the wrong rank, on another device than q, or without elements that a call needs."""
     sizes = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    check_arrays(spec, library, library.device(arrays["q"]), arrays, 0 not in sizes)
+    _check_built_in(problem, arrays)
+    functions = [function for function in (spec.mask, spec.score) if function and "b" in variables(function.expr)]
+    if functions and problem.batch > MAX_BLOCKS:
+        raise ValueError(
+            f"batch = {problem.batch} exceeds {MAX_BLOCKS}, and b is counted within one launch; split the batch"
+        )
+
+
+def check_arrays(
+    spec: Spec, library: Library, device: int | None, arrays: Mapping[str, Any], has_elements: bool
+) -> None:
+    """The same for sizes that are not known yet; has_elements: there is one to evaluate the functions for."""
     for item in spec.arrays:
         array, name = arrays[item.name], shown(item.name)
         if library.dtype_name(array) != item.dtype.name:
@@ -110,16 +122,9 @@ def check(spec: Spec, problem: Problem, library: Library, arrays: Mapping[str, A
             raise ValueError(f"alibi_slopes is {item.dtype}; cast it to float32")
         if len(array.shape) != item.rank:
             raise ValueError(f"{name} has {len(array.shape)} dimensions but is indexed by {item.rank}; reshape it")
-        if library.device(array) != library.device(arrays["q"]):
-            raise ValueError(f"{name} is on another device than q; move it to that of q, k and v")
-        if 0 in array.shape and 0 not in sizes:
+        check_device(item.name, library, array, device)
+        if 0 in array.shape and has_elements:
             raise ValueError(f"{name} has shape {tuple(array.shape)}, without an element to read; give it some")
-    _check_built_in(problem, arrays)
-    functions = [function for function in (spec.mask, spec.score) if function and "b" in variables(function.expr)]
-    if functions and problem.batch > MAX_BLOCKS:
-        raise ValueError(
-            f"batch = {problem.batch} exceeds {MAX_BLOCKS}, and b is counted within one launch; split the batch"
-        )
 
 
 def _check_built_in(problem: Problem, arrays: Mapping[str, Any]) -> None:
@@ -133,11 +138,11 @@ def _check_built_in(problem: Problem, arrays: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has shape {shape} and the call {words} = {sizes[: len(shape)]}{what}; reshape it")
 
 
-def layouts(spec: Spec, library: Library, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def layouts(names: Iterable[str], library: Library, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of each array the strides, in elements, and the last index of each axis: what a kernel is told beside the
     address."""
     return {
-        item.name: (*library.strides(array), *(min(max(size - 1, 0), LARGEST) for size in array.shape))
-        for item in spec.arrays
-        for array in (arrays[item.name],)
+        name: (*library.strides(array), *(min(max(size - 1, 0), LARGEST) for size in array.shape))
+        for name in names
+        for array in (arrays[name],)
     }

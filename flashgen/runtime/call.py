@@ -10,6 +10,7 @@ from flashgen.runtime.arguments import Problem
 
 if TYPE_CHECKING:
     from flashgen.plan.arch import Arch
+    from flashgen.runtime.blocks import Request
     from flashgen.runtime.compile import Report
     from flashgen.runtime.program import Bound, Program
     from flashgen.spec import Spec
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class Call:
     """One shape of call, ready: on the GPU with its launches, on the interpreter with none.
 
-    copied: the backward's inputs that its kernels cannot read in place.
+    copied: the backward's inputs that its kernels cannot read in place. lists: what is walked of a block mask.
     made: the spec and the chip that launches were made for. known: strides and scalars that they are bound to, by name.
     parts: launches for gradients of arrays, by part and shape, as they are asked for (runtime/aux_gradients.py).
     """
@@ -36,6 +37,7 @@ class Call:
     made: tuple[Spec, Arch] | None = None
     known: tuple[Mapping[str, Sequence[int]], Mapping[str, int | float]] = ({}, {})
     parts: dict[tuple, Bound] = field(default_factory=dict)
+    lists: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True)

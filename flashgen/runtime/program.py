@@ -7,7 +7,9 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from operator import itemgetter
 
+from flashgen.attention import dropout
 from flashgen.build import Stages
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import evaluate
@@ -15,6 +17,7 @@ from flashgen.ir.nodes import Buffer, Space
 from flashgen.machine.sm90_facts import box, mapped
 from flashgen.runtime import launch, tile_counters
 from flashgen.runtime.compile import Cubin, nvrtc
+from flashgen.runtime.dropping import LAYOUT, Drop
 from flashgen.runtime.launch import MAX_BLOCKS, Launcher
 from flashgen.runtime.tensormap import ALIGNMENT, MAP_BYTES, TensorMap
 
@@ -59,7 +62,12 @@ class Program:
             offsets.append(len(data))
             data += self._without_address(item, strides)
         sizes = {**self.stages.plan.sizes, **scalars}
+        late = None
         for scalar in self.stages.machine.scalars:
+            if scalar in dropout.SCALARS:  # each call has its own
+                late = late or len(data)
+                data += bytes(4)
+                continue
             data += struct.pack("<i" if scalar.dtype == I32 else "<f", scalars[scalar.name])
         extents = [int(evaluate(axis.extent, sizes)) for axis in self.stages.machine.axes]
         self._check_tiles(sizes)
@@ -76,7 +84,7 @@ class Program:
         if y > MAX_BLOCKS:
             axis = self.stages.machine.axes[1].name
             raise ValueError(f"{axis} has {y} places, more than the {MAX_BLOCKS} of a grid; split the sequence")
-        return Bound(self, template, offsets, maps, batch_bytes, (x, y, z))
+        return Bound(self, template, offsets, maps, batch_bytes, (x, y, z), late)
 
     def _without_address(self, item: Buffer, strides: Mapping[str, Strides]) -> bytes:
         """One array's place in the arguments: room for a map or an address, and strides."""
@@ -107,6 +115,8 @@ class Program:
         """How TMA sees an array of (batch, head, row, column): a box is 64 columns of some rows of some heads."""
         batches, heads, rows, cols = (int(scalars[dim]) for dim in item.shape)
         block = (64, *box(self.stages.machine, item.name, self.stages.plan.sizes))
+        if item.shape[0] == "one":  # packed sequences
+            return TensorMap.of_sequences(item.dtype.name, (cols, rows, heads), strides[2], strides[1], block)
         return TensorMap(item.dtype.name, (cols, rows, heads, batches), tuple(reversed(strides[:3])), block)
 
 
@@ -122,7 +132,7 @@ class Bound:
 
     offsets: where in the arguments the address of each tensor stands, or its tensor map, for those of `maps`; behind
     them that of the counter from which blocks take their tiles, where the kernel has one.
-    batch_bytes: from batch to batch of each tensor.
+    batch_bytes: from batch to batch of each tensor. late: where the scalars of dropout stand, in kernels that drop.
     """
 
     def __init__(
@@ -133,6 +143,7 @@ class Bound:
         maps: dict[int, TensorMap],
         batch_bytes: list[int],
         grid: tuple[int, int, int],
+        late: int | None = None,
     ) -> None:
         self.program = program
         self.template = template
@@ -141,26 +152,31 @@ class Bound:
         self.maps = maps
         self.batch_bytes = batch_bytes
         self.grid = grid
+        self.late = late
         self.launches = list(_divided(*grid))
+        self.arguments = itemgetter(*program.tensors)  # of arrays by name, in the order of the addresses
         self._args = lru_cache(KEPT)(self._packed)
 
-    def launch(self, pointers: tuple[int, ...], stream: int, device: int) -> None:
+    def launch(self, pointers: tuple[int, ...], stream: int, device: int, drop: Drop | None = None) -> None:
         """Launch with the addresses of the tensors, in their order; a grid without blocks is no launch."""
         if launch.context_device() == device:
-            self._launch(pointers, stream, device)
+            self._launch(pointers, stream, device, drop)
         elif self.launches:  # counters and tensor maps need the context, not the launch alone
             with launch.current(device):
-                self._launch(pointers, stream, device)
+                self._launch(pointers, stream, device, drop)
 
-    def _launch(self, pointers: tuple[int, ...], stream: int, device: int) -> None:
+    def _launch(self, pointers: tuple[int, ...], stream: int, device: int, drop: Drop | None) -> None:
         """Launch on the device, which is current."""
         for first, grid in self.launches:
             counter = 0 if self.counter is None else tile_counters.address(stream, device)
-            self.program.launcher.launch_here(grid, self._args(pointers, counter, first), stream, device)
+            self.program.launcher.launch_here(grid, self._args(pointers, counter, first, drop), stream, device)
 
-    def _packed(self, pointers: tuple[int, ...], counter: int, first: int) -> bytes:
+    def _packed(self, pointers: tuple[int, ...], counter: int, first: int, drop: Drop | None) -> bytes:
         """The struct of arguments from batch `first` on."""
         args = bytearray(self.template)
+        if self.late is not None:
+            assert drop is not None
+            args[self.late : self.late + LAYOUT.size] = drop.packed()
         if self.counter is not None:
             ADDRESS.pack_into(args, self.counter, counter)
         for index, (offset, pointer) in enumerate(zip(self.offsets, pointers, strict=True)):

@@ -12,6 +12,9 @@ from flashgen.runtime.bindings import libcuda
 MAP_BYTES = 128
 ALIGNMENT = 64  # of the structure that the driver writes
 KEPT = 64  # encoded addresses of one array
+LAST_ROW = 2**30  # as in templates/device/sm90.cuh
+ANY_ROW = 2**31 - 2**16
+Box = tuple[int, int, int]
 TYPES = {"float16": 6, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_...
 NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO = 0, 3, 3, 0
 
@@ -20,15 +23,28 @@ NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO = 0, 3, 3, 0
 class TensorMap:
     """The map of one array but for its address.
 
-    sizes: (columns, rows, heads, batches). strides: of rows, heads and batches, in elements of 16 bits.
-    box: (columns, rows, heads) of one copy.
+    sizes: (columns, rows, heads, batches), or what `of_sequences` makes of them. strides: of all but the columns, in
+    elements of 16 bits. box: (columns, rows, heads) of one copy.
     """
 
     dtype: str
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    box: tuple[int, int, int]
+    box: Box
     _known: dict[int, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of_sequences(cls, dtype: str, sizes: tuple[int, int, int], row: int, head: int, box: Box) -> TensorMap:
+        """The map of packed sequences, whose rows a copy may end anywhere.
+
+        sizes: columns, rows and heads. row, head: the strides of these. Coordinates (column, LAST_ROW - n, head, end,
+        LAST_ROW) are those of the n rows up to `end`: further ones are out of range, and LAST_ROW strides less LAST_ROW
+        strides, modulo 2^64, leave the address of row end - n.
+        """
+        cols, rows, heads = sizes
+        row = row if rows > 1 else 8  # of a single row any will do, but it has to be a multiple of 16 bytes
+        back = 2**64 // LAST_ROW // 2 - row
+        return cls(dtype, (cols, LAST_ROW, heads, ANY_ROW, ANY_ROW), (row, head, row, back), box)
 
     def at(self, address: int) -> bytes:
         """The 128 bytes for an address, kept for the next call: encoding costs the driver 9 us. Raises RuntimeError."""
@@ -44,19 +60,20 @@ class TensorMap:
     @cached_property
     def _described(self) -> tuple[Any, ...]:
         """What the driver is told behind the address."""
-        sizes = (ctypes.c_uint64 * 4)(*(max(size, 1) for size in self.sizes))
+        rank = len(self.sizes)
+        sizes = (ctypes.c_uint64 * rank)(*(max(size, 1) for size in self.sizes))
         # The stride of a dimension of one element is never used, but has to be a multiple of 16 bytes.
         steps = [2 * stride if size > 1 else 16 for stride, size in zip(self.strides, self.sizes[1:], strict=True)]
-        strides = (ctypes.c_uint64 * 3)(*steps)
-        box = (ctypes.c_uint32 * 4)(*self.box, 1)
-        ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+        strides = (ctypes.c_uint64 * (rank - 1))(*steps)
+        ones = (ctypes.c_uint32 * rank)(*[1] * rank)
+        box = (ctypes.c_uint32 * rank)(*self.box, *ones[3:])
         return sizes, strides, box, ones, NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO
 
     def _encode(self, address: int) -> bytes:
         storage = ctypes.create_string_buffer(MAP_BYTES + ALIGNMENT)
         aligned = -(-ctypes.addressof(storage) // ALIGNMENT) * ALIGNMENT
         failed = libcuda().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(aligned), TYPES[self.dtype], 4, ctypes.c_void_p(address), *self._described
+            ctypes.c_void_p(aligned), TYPES[self.dtype], len(self.sizes), ctypes.c_void_p(address), *self._described
         )
         if failed:
             raise RuntimeError(f"the driver refuses a tensor map (error {failed}) for {self}")

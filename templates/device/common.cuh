@@ -49,6 +49,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 #define NAN __int_as_float(0x7fc00000)
 
+// c ? x : y, of which both are computed.
+__device__ __forceinline__ float select(bool c, float x, float y) {
+  float result;
+  asm("{ .reg .pred p; setp.ne.b32 p, %3, 0; selp.f32 %0, %1, %2, p; }" : "=f"(result) : "f"(x), "f"(y), "r"(int(c)));
+  return result;
+}
+
 // log2(x), 1 / x and sqrt(x), accurate to about 2^-22; subnormal operands count as zero.
 __device__ __forceinline__ float log2_approx(float x) {
   float result;
@@ -108,6 +115,31 @@ __device__ __forceinline__ int floor_div(int x, int y) {
   return (x - floor_mod(x, y)) / y;
 }
 
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four words for each counter.
+struct Words {
+  int word[4];
+};
+__device__ __forceinline__ Words philox(uint32 k0, uint32 k1, uint32 c0, uint32 c1, uint32 c2, uint32 c3) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const unsigned long long p0 = 0xD2511F53ull * c0, p1 = 0xCD9E8D57ull * c2;
+    c0 = uint32(p1 >> 32) ^ c1 ^ k0, c1 = uint32(p1);
+    c2 = uint32(p0 >> 32) ^ c3 ^ k1, c3 = uint32(p0);
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return {{int(c0), int(c1), int(c2), int(c3)}};
+}
+
+// The words that an element of the scores shares with those 8 queries and 8 keys away in its 16 x 16, and its own one.
+__device__ __forceinline__ Words random_words(int seed_low, int seed_high, int offset, int sequence, int q_idx, int kv_idx) {
+  return philox(seed_low, seed_high, kv_idx / 16 * 8 + kv_idx % 8, q_idx / 16 * 8 + q_idx % 8, sequence, offset);
+}
+__device__ __forceinline__ int random_word(int seed_low, int seed_high, int offset, int sequence, int q_idx, int kv_idx) {
+  const Words four = random_words(seed_low, seed_high, offset, sequence, q_idx, kv_idx);
+  const int own_half = kv_idx / 8 % 2;
+  return q_idx / 8 % 2 ? (own_half ? four.word[3] : four.word[2]) : (own_half ? four.word[1] : four.word[0]);
+}
+
 // A (batch, head, row, column) array with contiguous columns; strides count elements. The row stride has 32 bits, so
 // that a row's offset is one multiply-add to 64 bits, which needs no register beyond its result.
 template <class T>
@@ -153,25 +185,18 @@ struct Array {
   }
 };
 
-// An array that is written element by element, with the same rule for an index out of range.
-template <class T, int RANK>
-struct Target {
-  T* data;
-  int64 strides[RANK], last[RANK];
-  template <class... Index>
-  __device__ __forceinline__ T* place(Index... index) const {
-    static_assert(sizeof...(Index) == RANK, "an index for each axis");
-    int64 offset = 0;
-    int axis = 0;
-    ((offset += min(uint32(index), uint32(last[axis])) * strides[axis], axis++), ...);
-    return data + offset;
+// The sequence in which a block of rows lies: the last one below `count` with offsets[sequence] / rows + sequence <= block.
+__device__ __forceinline__ int sequence_of(const Array<int, 1>& offsets, int count, int rows, int block) {
+  int found = 0;
+  for (int behind = count; behind - found > 1;) {
+    const int middle = (found + behind) / 2;
+    if (offsets.at(middle) / rows + middle <= block) {
+      found = middle;
+    } else {
+      behind = middle;
+    }
   }
-};
-
-__device__ __forceinline__ void store_element(float* target, float x) { *target = x; }
-template <class T>
-__device__ __forceinline__ void store_element(T* target, float x) {
-  target->bits = static_cast<unsigned short>(pack<T>(x, 0.0f));
+  return found;
 }
 
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
@@ -214,8 +239,6 @@ struct Fragment {
   // The column of element j is the lane's first one and a constant: comparing constants keeps no column in a register.
   static __device__ __forceinline__ int lane_col() { return first_col() + int(threadIdx.x) % 4 * 2; }
   static __device__ __forceinline__ int col_offset(int j) { return j / 2 * 8 + j % 2; }
-  // True in one of the threads that hold the same row.
-  static __device__ __forceinline__ bool speaks_for_rows() { return threadIdx.x % 4 == 0 && first_col() == 0; }
 };
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
@@ -378,35 +401,6 @@ __device__ __forceinline__ void reduce_add<4>(float* target, const float* values
                : "memory");
 }
 #endif
-
-// Additions to places in global memory. Those of one thread to the same place in a row are one, and at the end those of
-// the threads of a warp, if all of them are to one place: tables of few elements have them mostly.
-struct RunningSum {
-  float* place = nullptr;
-  float sum = 0.0f;
-  __device__ __forceinline__ void add(float* target, float x) {
-    if (x == 0.0f) return;
-    if (target != place) {
-      if (place != nullptr) reduce_add<1>(place, &sum);
-      place = target;
-      sum = 0.0f;
-    }
-    sum += x;
-  }
-  __device__ __forceinline__ void finish() {
-    const uint32 having = __ballot_sync(0xffffffffu, place != nullptr);
-    if (having == 0) return;
-    const int first = __ffs(int(having)) - 1;
-    float* common = reinterpret_cast<float*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(place), first));
-    if (__all_sync(0xffffffffu, place == nullptr || place == common)) {
-#pragma unroll
-      for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-      if (int(threadIdx.x) % 32 == first) reduce_add<1>(common, &sum);
-    } else if (place != nullptr) {
-      reduce_add<1>(place, &sum);
-    }
-  }
-};
 
 template <int WIDTH, int ROWS, int COLS>
 __device__ __forceinline__ int fragment_start(int warp) {

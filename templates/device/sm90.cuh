@@ -32,6 +32,13 @@ struct PanelTile {
 // The same in all lanes of a warp, and known to be by the compiler.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// At every so many columns: what these and later ones load is not asked for earlier. The compiler would ask for all of
+// a row at once, for which it has no registers.
+template <int COLUMNS>
+__device__ __forceinline__ void hold_loads(int column) {
+  if (column % COLUMNS == 0) asm volatile("" ::: "memory");
+}
+
 template <int COUNT>
 __device__ __forceinline__ void init_barriers(uint64* barriers, int arrivals) {
 #pragma unroll
@@ -95,6 +102,27 @@ __device__ __forceinline__ void tma_load(SharedAddress tile, uint64* full, const
   }
 }
 
+// Rows that end before their tensor does: the map counts them in three dimensions, whose coordinates say where the rows
+// begin and how many are left. From LAST_ROW on rows are out of range: it is the coordinate of the first that is none of
+// them. What that is too much for the address is taken back by the next dimensions, modulo 2^64: row + rows of the same
+// stride, and LAST_ROW of 2^34 bytes less the stride. (Triton's ragged descriptors rest on the same.)
+constexpr int LAST_ROW = 1 << 30;
+
+// As tma_load, of a tile of which `rows` rows from `row` on are there, none where negative.
+template <class Tile, int BESIDE = 0>
+__device__ __forceinline__ void tma_load_rows(SharedAddress tile, uint64* full, const TensorMap& map, int row, int rows, int head, uint64 policy) {
+  const uint32 barrier = shared_address(full);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(Tile::BYTES + BESIDE) : "memory");
+#pragma unroll 1  // the loading thread has few registers
+  for (int panel = 0; panel < Tile::PANELS; ++panel) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::
+            "r"(tile.address() + panel * Tile::PANEL_BYTES),
+        "l"(&map), "r"(barrier), "r"(panel * 64), "r"(LAST_ROW - rows), "r"(head), "r"(row + rows), "r"(LAST_ROW), "l"(policy)
+        : "memory");
+  }
+}
+
 // A piece of a vector lands beside the tile that `full` belongs to.
 template <int COUNT>
 __device__ __forceinline__ void load_vector(float* target, uint64* full, const float* source) {
@@ -134,6 +162,29 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, int row, int hea
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
         "r"(tile.address() + panel * Tile::PANEL_BYTES + first * 128), "r"(panel * 64), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// As tma_store, of a tile of which `rows` rows from `row` on are there; of each head, where several share it.
+template <class Tile, int POSITIONS = Tile::ROWS>
+__device__ __forceinline__ void tma_store_rows(const TensorMap& map, int row, int rows, int head, SharedAddress tile, int warpgroup) {
+  if (threadIdx.x % 128 != 0) return;
+  constexpr bool ONE_HEAD = POSITIONS == Tile::ROWS;
+  static_assert(ONE_HEAD || 64 % POSITIONS == 0 || POSITIONS % 64 == 0, "the 64 rows are a box");
+  const int first = Tile::ROWS == 64 ? 0 : 64 * warpgroup;
+  const int end = row + rows;
+  if (ONE_HEAD) {
+    rows -= first;
+  } else {
+    rows -= first % POSITIONS;
+    head += first / POSITIONS;
+  }
+#pragma unroll
+  for (int panel = 0; panel < Tile::PANELS; ++panel) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+        "r"(tile.address() + panel * Tile::PANEL_BYTES + first * 128), "r"(panel * 64), "r"(LAST_ROW - rows), "r"(head), "r"(end), "r"(LAST_ROW)
         : "memory");
   }
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -249,6 +300,7 @@ __device__ __forceinline__ void settle(float (&tile)[ROWS][COLS]) {
     for (int j = 0; j < COLS; ++j) asm volatile("" : "+f"(tile[i][j])::"memory");
   }
 }
+__device__ __forceinline__ void settle(int& number) { asm volatile("" : "+r"(number)::"memory"); }
 
 // Whether an element of a packed tile of numbers that are not negative is 2 or more, or is no number: the highest bit of
 // its exponent is then set, in bfloat16 as in float16. In any lane of the warp.

@@ -38,7 +38,7 @@ def test_arrays_of_every_type(kernel, inputs, aux, dtype):
     """Types that were not assumed make another kernel, of the same functions."""
     ids, bias = aux[0], aux[1].to(dtype)
     read = {"mask_ids": ids, "score_biases": bias}
-    functions = {name: getattr(kernel._for((ids,), (bias,))[0].spec, name) for name in ("causal", "mask", "score")}
+    functions = {name: getattr(kernel.resolve((ids,), (bias,))[0].spec, name) for name in ("causal", "mask", "score")}
 
     def attend(q, k, v):
         return kernel(q, k, v, return_lse=True, mask_aux=(ids,), score_aux=(bias,))

@@ -10,6 +10,11 @@ torch = pytest.importorskip("torch")
 import support  # noqa: E402
 from cases import DTYPES, LENGTHS, Spec, attend, differing, inputs, report  # noqa: E402
 
+import flashgen  # noqa: E402
+from flashgen.kernel import Kernel  # noqa: E402
+from flashgen.plan import tuned  # noqa: E402
+from flashgen.plan.arch import parse_arch  # noqa: E402
+
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper GPU", allow_module_level=True)
 
@@ -28,6 +33,22 @@ def test_the_portable_kernels_run_where_they_are_asked_for(kernel, spec):
     for seed, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
         arrays = inputs(spec, 1, seqlen_q, seqlen_k, 4, 2, seed=seed)
         sentences = support.failures(attend(kernel), *arrays, causal=spec.causal)
+        found += [f"({seqlen_q}, {seqlen_k}) {sentence}" for sentence in sentences]
+    report(found)
+
+
+TILES = sorted({(*key[2:5], length) for key in tuned.TABLE if key[5] for length in ("", key[5])})
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "causal", "length"), TILES)
+def test_the_tile_of_a_length_is_right_for_every_length(monkeypatch, head_dim, head_dim_v, causal, length):
+    monkeypatch.setattr(tuned, "length", lambda *_: length)
+    spec = flashgen.Spec(head_dim, head_dim_v, causal=causal)
+    kernel = Kernel(spec, parse_arch(ARCH), "bshd", "auto", False)  # not one that has bound calls before
+    found = []
+    for seed, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
+        arrays = inputs(Spec(head_dim, causal, head_dim_v), 2, seqlen_q, seqlen_k, 4, 2, seed=seed)
+        sentences = support.failures(attend(kernel), *arrays, causal=causal)
         found += [f"({seqlen_q}, {seqlen_k}) {sentence}" for sentence in sentences]
     report(found)
 

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from functions import arrays_of
 
-from flashgen.attention import backward, forward
+from flashgen.attention import backward, dropout, forward
 from flashgen.interp import reference, tile
 from flashgen.interp.common import round_to
+from flashgen.runtime import dropping
 from flashgen.spec import Spec
+
+DROPPED = (0.25, 2**63 + 5, 2**31 + 1)  # p, seed and offset where a spec drops
 
 
 @dataclass
@@ -26,6 +29,7 @@ class Problem:
     seqlen_k: int = 8
     seed: int = 0
     scale: float = 0.0
+    given: dict | None = None  # the arrays that functions read, by name; None for those of tests/functions.py
     arrays: dict = field(init=False)
     aux: dict = field(init=False)  # those that functions read, which are among the arrays
 
@@ -35,8 +39,11 @@ class Problem:
         queries, keys = (self.batches, self.heads, self.seqlen_q), (self.batches, self.heads_kv, self.seqlen_k)
         shapes = {"q": (*queries, d), "k": (*keys, d), "v": (*keys, dv), "dout": (*queries, dv)}
         self.arrays = {name: round_to(self.spec.dtype, rng.standard_normal(s)) for name, s in shapes.items()}
-        self.aux = arrays_of(self.spec, self.batches, self.heads, self.seqlen_q, self.seqlen_k, self.seed)
+        sizes = (self.batches, self.heads, self.seqlen_q, self.seqlen_k)
+        self.aux = arrays_of(self.spec, *sizes, self.seed) if self.given is None else self.given
         self.arrays |= self.aux
+        if self.spec.sinks:
+            self.arrays["sinks"] = round_to(self.spec.sinks, sinks_of(self.heads))
         self.arrays["dlse"] = rng.standard_normal(queries).astype(np.float32)
         self.scale = self.scale or 1.0 / math.sqrt(d)
 
@@ -51,7 +58,7 @@ class Problem:
             "batches": self.batches,
             "scale": self.scale,
             "scale_log2": self.scale * math.log2(math.e),
-        }
+        } | (dropout.values(*DROPPED) if self.spec.dropout else {})
 
     def dims(self, block_q=8, block_kv=8, multiple=8):
         def padded(dim):
@@ -73,6 +80,8 @@ class Problem:
         shapes = {"o": (*queries, dv), "lse": queries, "delta": rows, "lse_log2": rows, "dq": (*queries, d)}
         shapes |= {"dk": (*keys, d), "dv": (*keys, dv)}
         shapes["dq_workspace"] = (*rows, dims["head_dim"])
+        shapes["sink_sums"] = (1, self.heads, self.batches * -(-self.seqlen_q // dims["block_kv"]))
+        shapes["dsinks"] = (1, 1, self.heads)
         return {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
 
     def kernels(self):
@@ -92,11 +101,21 @@ class Problem:
         """Dense float64: o, lse, dq, dk, dv."""
         q, k, v, dout = (self.arrays[name].transpose(0, 2, 1, 3) for name in ("q", "k", "v", "dout"))
         options = {name: getattr(self.spec, name) for name in ("causal", "mask", "score")} | {"scale": self.scale}
-        options["aux"] = self.aux
+        options |= {"aux": self.aux, "sinks": self.arrays.get("sinks")}
+        if self.spec.dropout:
+            p, seed, offset = DROPPED
+            sizes = (self.batches, self.heads, self.seqlen_q, self.seqlen_k)
+            options |= {"keep": dropping.mask(seed, offset, p, *sizes), "dropout_p": p}
         o, lse = reference.forward(q, k, v, **options)
-        dq, dk, dv = reference.backward(q, k, v, dout, self.arrays["dlse"], **options)
+        dq, dk, dv, *dsinks = reference.backward(q, k, v, dout, self.arrays["dlse"], **options)
         found = {"o": o, "dq": dq, "dk": dk, "dv": dv}
-        return {name: x.transpose(0, 2, 1, 3) for name, x in found.items()} | {"lse": lse}
+        more = {"lse": lse} | ({"dsinks": dsinks[0].reshape(1, 1, -1)} if dsinks else {})
+        return {name: x.transpose(0, 2, 1, 3) for name, x in found.items()} | more
+
+
+def sinks_of(heads):
+    """Sinks among the scores, far above and far below them, and none at all."""
+    return np.resize(np.array([0.5, 30.0, -np.inf, -200.0], np.float32), heads)
 
 
 def assert_close(arrays, expected, dtype, names=("o", "lse", "dq", "dk", "dv")):

@@ -24,6 +24,8 @@ OUTPUTS = {
     "attention_backward": ("dk", "dv", "dq_workspace"),
     "attention_convert_dq": ("dq",),
     "attention_backward_dq": ("dq",),
+    "attention_sink_sums": ("sink_sums",),
+    "attention_dsinks": ("dsinks",),
 }
 
 

@@ -58,7 +58,6 @@ def planned(kernel, problem, warps=1, stages=2):
 def gradient(problem, name, run):
     """The gradient of an array as the runtime makes it; run(kernel, plan, arrays with the target)."""
     arrays = {**problem.arrays, **tiled(problem, 8, 16)}
-    item = next(item for item in problem.spec.arrays if item.name == name)
     walks = []
 
     def run_part(part, target):
@@ -67,7 +66,7 @@ def gradient(problem, name, run):
         run(kernel, planned(kernel, problem), arrays, part.target, target)
 
     like = problem.aux[name]
-    return aux_gradients.gradient(LIBRARIES["numpy"], problem.spec, item, like, sizes_of(problem), run_part), walks
+    return aux_gradients.gradient(LIBRARIES["numpy"], problem.spec, name, like, sizes_of(problem), run_part), walks
 
 
 def on_tile(problem):

@@ -93,10 +93,10 @@ HOPPER = [
 
 
 @pytest.mark.parametrize("options", HOPPER, ids=str)
-@pytest.mark.parametrize("packed", [1, 2])
-def test_the_hopper_forward_equals_its_tile_form(options, packed):
+@pytest.mark.parametrize(("packed", "guess"), [(1, True), (2, True), (1, False)])
+def test_the_hopper_forward_equals_its_tile_form(options, packed, guess):
     spec = Spec(16, 32, packed=packed, **traced(**options))
-    kernel, chosen = lowered(spec, warpgroups=2, traits=("dynamic", "in turns", "guessed maximum"))
+    kernel, chosen = lowered(spec, warpgroups=2, traits=("dynamic", "in turns", *["guessed maximum"] * guess))
     case = Problem(spec, 1, 2, 1, 150, 200)
     equals_tile(spec, case, kernel, chosen, seeds=(0,))
 

@@ -6,12 +6,13 @@ import io
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from flashgen.bench import grid, peers, report, run
+from flashgen.bench import grid, peers, report, run, variants
 from flashgen.bench.grid import Cell
 
 torch = pytest.importorskip("torch")
@@ -48,7 +49,7 @@ def test_grid_axes_replace_those_of_the_preset():
 
 
 def test_roster_and_choice(monkeypatch):
-    assert [peer.name for peer in peers.roster()] == ["flashgen", "fa2", "cudnn", "flex", "fa3", "fa4"]
+    assert [peer.name for peer in peers.roster()] == ["flashgen", "fa2", "cudnn", "flex", "varlen", "fa3", "fa4"]
     for peer in peers.roster():
         assert isinstance(peer.available(), str)
     with pytest.raises(ValueError, match="unknown peer 'fa9'"):
@@ -138,6 +139,7 @@ def small(monkeypatch):
     monkeypatch.setattr(grid, "TOKENS", 64)
     monkeypatch.setattr(grid, "CHANNELS", 32)
     monkeypatch.setattr(measure, "CHANNELS", 32)
+    variants.modification.cache_clear()  # the cells of one test have other sizes than those of another
 
 
 def harness(clock=None, rounds=5):
@@ -354,3 +356,124 @@ def test_help_needs_no_torch():
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
     assert "--preset" in answer.stdout
+
+
+# --- variants ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seqlen", [24, 32])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("variant", list(variants.VARIANTS))
+def test_a_variant_is_what_its_functions_of_torch_tensors_say(small, monkeypatch, variant, direction, seqlen):
+    """flashgen's options, on the interpreter, against the definition; the unmodified attention is told from it."""
+    monkeypatch.setattr(variants, "WINDOW", 4)
+    monkeypatch.setattr(variants, "DOCUMENTS", 3)
+    lengths = [seqlen, 1, 17]
+    monkeypatch.setattr(variants, "packed_lengths", lambda: lengths)
+    total = next(iter(variants.own_seqlens(variant)), seqlen)
+    cell = Cell(direction, 16, variants.CAUSAL[variant], total, variant)
+    plain = FakePeer("plain")
+    plain.variants = (variant,)
+    monkeypatch.setattr(variants, "SOFTCAP", 0.5)  # or random scores would be nearly the same
+    results = harness().measure(cell, [peers.Flashgen(), plain, FakePeer("no")])["results"]
+    assert len(results["flashgen"]["rounds_ms"]) == 5
+    assert results["plain"]["failed"].startswith("wrong result")
+    assert results["no"]["skipped"] == f"no {variant}"
+
+
+def test_flops_of_a_variant_are_of_what_is_seen(monkeypatch):
+    monkeypatch.setattr(grid, "TOKENS", 4096)
+    monkeypatch.setattr(variants, "packed_lengths", lambda: [2000, 1, 595, 1500])
+    for name, causal in variants.CAUSAL.items():
+        cell = Cell("fwd", 64, causal, 4096, name)
+        dense = torch.ones(4096, 4096, dtype=torch.bool)
+        sees = variants.modification(cell, "cpu").mask
+        place = torch.arange(4096)
+        if sees:
+            dense &= sees(0, 0, place[:, None], place[None, :])
+        if causal:
+            dense &= place[:, None] >= place[None, :]
+        assert abs(cell.flops / (4 * 32 * 64 * int(dense.sum())) - 1) < 0.01
+        assert str(cell) == f"fwd d64 {'causal' if causal else 'full'} {name} 4096"
+
+
+def test_cells_of_variants_have_the_mask_that_goes_with_them():
+    made = grid.cells("quick", variants=["bias", "window"])
+    assert [(cell.direction, cell.causal, cell.variant) for cell in made] == [
+        ("fwd", False, "bias"), ("fwd", True, "window"), ("bwd", False, "bias"), ("bwd", True, "window"),
+    ]  # fmt: skip
+    assert not any(peers.Sdpa("fa2", "", "").supports(cell) == "" for cell in made)
+    assert [peers.Fa4().supports(cell) for cell in made[:2]] == ["no bias", ""]
+
+
+# --- packed sequences -------------------------------------------------------------------------------------------------
+
+
+def test_packed_sequences_are_always_the_same_in_one_row():
+    made = grid.cells("spine", ["fwd"], head_dims=[64, 256], seqlens=[512, 4096], variants=["packed", "softcap"])
+    assert [(cell.variant, cell.seqlen) for cell in made] == [
+        *(("packed", 148553), ("softcap", 512), ("softcap", 4096)),
+        *(("packed", 148553), ("softcap", 512), ("softcap", 4096)),
+    ]
+    assert made[0].shape == (1, 148553, 32, 64)
+    lengths = variants.packed_lengths()
+    assert len(lengths) == 64 and min(lengths) >= 32 and max(lengths) <= 4096
+    assert made[0].flops == 4 * 2048 * (sum(length**2 for length in lengths) // 2)
+
+
+def by_sequence(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
+    """What the packages' functions for packed sequences do, by torch."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    assert q.dim() == k.dim() == v.dim() == 3
+    lengths = cu_seqlens_q.diff().tolist()
+    parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return torch.cat([attend(*part, is_causal=causal) for part in parts], dim=1).transpose(0, 1)
+
+
+def told_by_is_causal(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+    return by_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal)
+
+
+def told_by_window(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+    causal = {(-1, 0): True, (-1, -1): False}[window_size]
+    return by_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, causal)
+
+
+def module_of(**functions):
+    made = types.ModuleType("packed_by_torch")
+    vars(made).update(functions)
+    return made
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("attend", [told_by_is_causal, told_by_window], ids=lambda attend: attend.__name__)
+def test_peers_of_packed_sequences(small, monkeypatch, attend, direction):
+    """The calls that the harness makes, into functions of the packages' signatures, against the definition."""
+    monkeypatch.setattr(variants, "packed_lengths", lambda: [40, 1, 17])
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module_of(varlen_attn=attend))
+    fa = module_of(flash_attn_varlen_func=lambda *args, **named: (by_sequence(*args, **named), None))
+    monkeypatch.setitem(sys.modules, "packed_by_torch", fa)
+    monkeypatch.setattr(peers.Fa3, "module", "packed_by_torch")
+    monkeypatch.setattr(peers.Fa4, "module", "packed_by_torch")
+    cell = Cell(direction, 16, True, 58, "packed")
+    entrants = [peers.TorchVarlen(), peers.Fa3(), peers.Fa4(), FakePeer("dense")]
+    results = harness().measure(cell, entrants)["results"]
+    assert results["varlen"]["error"] < 0.01 and results["fa4"]["error"] < 0.01
+    assert results["fa3"].get("skipped", "") == ("forward only" if direction == "bwd" else "")
+    assert results["dense"]["skipped"] == "no packed"
+    full = harness().measure(Cell(direction, 16, False, 58, "packed"), entrants)["results"]
+    assert full["varlen"]["error"] < 0.01 and full["fa4"]["error"] < 0.01
+
+
+def test_torch_varlen_is_for_packed_sequences_only():
+    assert peers.TorchVarlen().supports(Cell("fwd", 64, True, 4096)) == "packed sequences only"
+    assert peers.TorchVarlen().supports(Cell("fwd", 64, True, 4096, "document")) == "no document"
+
+
+def test_flex_is_kept_from_a_bias_that_it_cannot_address():
+    said = "flex addresses captured arrays with 32 bits"
+    for head_dim, seqlen, reason in [(128, 8192, ""), (128, 16384, said), (64, 4096, ""), (64, 8192, said)]:
+        assert peers.Flex().supports(Cell("fwd", head_dim, False, seqlen, "bias")) == reason
+    assert not peers.Flex().supports(Cell("fwd", 128, True, 16384, "alibi"))

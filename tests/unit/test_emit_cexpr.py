@@ -18,6 +18,7 @@ from flashgen.ir.expr import (
     Compare,
     Const,
     I,
+    J,
     Unary,
     Var,
     evaluate,
@@ -89,6 +90,20 @@ def test_spelling(expr, expected):
 def test_without_branches_conditions_are_joined_by_bits():
     both = (A < B) & ((B < C) | A.equals(C))
     assert c_text(select(both, A, B), same, branch=False) == "a < b & (b < c | a == c) ? a : b"
+
+
+def test_no_branch_leaves_out_a_special_function_of_a_column():
+    """ptxas would serialize the products around it; of a row alone, and of what costs nothing, ?: is left."""
+    score, seen = load("s", I, J), J < A
+    special = select(seen, exp2(score), NEG_INF)
+    spelled = {"element": lambda load: "s", "branch": False}
+    assert c_text(special, same, **spelled) == f"select(j < {A.name}, exp2_approx(s), -INF)"
+    assert c_text(special, same, lambda load: "s") == f"j < {A.name} ? exp2_approx(s) : -INF"
+    assert c_text(select(seen, score, NEG_INF), same, **spelled) == f"j < {A.name} ? s : -INF"
+    of_row = select(A < B, log(load("l", I)), NEG_INF)
+    assert c_text(of_row, same, **spelled) == f"{A.name} < {B.name} ? logf(s) : -INF"
+    truth = select(seen, exp2(score) > 0.5, A < B)
+    assert c_text(truth, same, **spelled) == f"j < {A.name} ? exp2_approx(s) > 0.5f : {A.name} < {B.name}"
 
 
 @pytest.mark.parametrize(

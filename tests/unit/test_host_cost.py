@@ -102,3 +102,25 @@ def test_what_kernels_of_gradients_of_arrays_are_told(launched):
     assert struct.pack("<9q", *target) in launched[3]
     assert all(array.data_ptr().to_bytes(8, "little") in args for array in (q, k, v, do) for args in launched[3:])
     assert found["alibi_slopes"].shape == (2,)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_sinks_and_dropout_reach_every_launch(launched, arch):
+    """Each kernel that draws is told the seed of its call; each that reads sinks, where they are."""
+    spec = flashgen.compile(64, arch=arch, sinks=True, dropout=True).spec
+    kernel = Kernel(spec, parse_arch(arch), "bshd", "auto", False)
+    kernel._arch_for = lambda device: parse_arch(arch)
+    q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
+    sinks = torch.randn(2)
+    for seed in (0x123456789ABCDEF0, 0x0FEDCBA987654321):
+        given = {"sinks": sinks, "dropout_p": 0.5, "dropout_seed": seed}
+        o, lse = kernel.forward(q, k, v, **given)
+        gradients = kernel.backward(q, k, v, o, lse, torch.randn(1, 64, 2, 64).bfloat16(), **given)
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape, sinks.shape]
+        word = seed.to_bytes(8, "little")
+        assert [word in args for args in launched[-6:]] == [True, False, True, False, False, False]
+        place = sinks.data_ptr().to_bytes(8, "little")
+        assert [place in args for args in launched[-6:]] == [True, False, False, False, True, False]
+    launched.clear()
+    kernel.forward(q, k, v, sinks=sinks, dropout_p=0.0)
+    assert len(launched) == 1 and word not in launched[0]

@@ -6,10 +6,10 @@ import re
 import pytest
 from verdicts import SMALLEST, judged
 
-from flashgen import build
+from flashgen import build, trace
 from flashgen.attention import backward, forward
 from flashgen.plan import planner
-from flashgen.plan.arch import KIB, parse_arch, with_shared_memory
+from flashgen.plan.arch import ARCHES, KIB, parse_arch, with_shared_memory
 from flashgen.spec import Spec
 
 REASONS = {
@@ -94,3 +94,20 @@ def test_less_shared_memory_takes_less():
     for bytes_ in (227 * KIB, 96 * KIB, 64 * KIB, 32 * KIB):
         plan = build.forward(spec, with_shared_memory(parse_arch("sm_90"), bytes_))[0].plan
         assert plan.shared_bytes <= bytes_
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("head_dim", [16, 64, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_function_is_refused_for_what_it_loads(arch, head_dim, deterministic, caplog):
+    """Sixty biases for each element exceed the registers of every tile by the estimate, which is one from above."""
+
+    def biased(score, b, h, q_idx, kv_idx, table):
+        return score + sum(table[n, q_idx, kv_idx] for n in range(60))
+
+    caplog.set_level("INFO", "flashgen")
+    spec = Spec(head_dim, head_dim, deterministic=deterministic, score=trace.score(biased))
+    stages = build.everything(spec, ARCHES[arch])
+    sources = {item.plan.source for item in stages.values()}
+    assert "the fewest registers: it may spill" in sources and "may spill" in caplog.text
+    assert all(item.source.text for item in stages.values())

@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 from verdicts import SMALLEST, judged
 
+from flashgen import build, masks, scores, variants
 from flashgen.attention import backward, forward
+from flashgen.bench.variants import OF_ONE_LENGTH, functions
+from flashgen.ir.dtype import F32
 from flashgen.plan import planner, tuned
 from flashgen.plan.arch import parse_arch
 from flashgen.spec import Spec
@@ -50,11 +53,21 @@ PLANNED = {
 }
 
 
+def of_variant(variant, causal=True):
+    """The options of a Spec with the functions of a variant of the benchmark."""
+    causal, mask, score = functions(variant, causal)
+    return {"causal": causal, "mask": mask, "score": score}
+
+
+KINDS = {tuned.kind(Spec(**of_variant(name))): name for name in ("", *OF_ONE_LENGTH)}  # what `tune` gives lines for
+
+
 def ill_fitting(table):
     """A sentence for each line of a table that names no candidate, several, or one that is rejected."""
-    for (chip, name, head_dim, head_dim_v, causal), line in table.items():
+    for (chip, name, head_dim, head_dim_v, causal, kind, length), line in table.items():
         make, deterministic = PLANNED[name]
-        spec = Spec(head_dim, head_dim_v, causal=causal, deterministic=deterministic)
+        given = of_variant(KINDS[kind], causal)
+        spec = Spec(head_dim, head_dim_v, deterministic=deterministic, length=length, **given)
         found = [verdict for verdict in every(make(spec), spec, parse_arch(chip)) if line.matches(verdict.candidate)]
         if len(found) != 1:
             yield f"{chip} {name} {spec}: {len(found)} candidates have these blocks, warps, stages and split"
@@ -70,7 +83,7 @@ def test_a_planted_measured_line_is_checked(name):
     make, deterministic = PLANNED[name]
     spec = Spec(128, 128, causal=True, deterministic=deterministic)
     verdicts = planner.plan(make(spec), spec, SMALLEST).verdicts
-    key = (SMALLEST.name, name, 128, 128, True)
+    key = (SMALLEST.name, name, 128, 128, True, "", "")
     good = [measured(verdict.candidate) for verdict in verdicts if not verdict.rejection]
     bad = measured(next(verdict.candidate for verdict in verdicts if verdict.rejection and not verdict.unfit))
     assert good and all(list(ill_fitting({key: line})) == [] for line in good)
@@ -93,7 +106,7 @@ def test_a_measured_line_that_does_not_fit_is_said_in_the_plan(monkeypatch):
     kernel = forward.forward(spec)
     usual = planner.plan(kernel, spec, SMALLEST)
     line = replace(measured(usual.candidate), warps=3)
-    monkeypatch.setitem(tuned.TABLE, (SMALLEST.name, kernel.name, 64, 64, True), line)
+    monkeypatch.setitem(tuned.TABLE, (SMALLEST.name, kernel.name, 64, 64, True, "", ""), line)
     plan = planner.plan(kernel, spec, SMALLEST)
     assert plan.candidate == usual.candidate
     assert "chosen by cost model; the measured choice does not fit" in plan.text()
@@ -110,5 +123,139 @@ def test_a_line_is_what_the_table_takes():
             text = tuned.line(kernel.name, spec, SMALLEST, candidate, "CARD, DATE, 1 TFLOP/s", "COMMAND --x")
             made = eval("{" + text + "}", {"Measured": tuned.Measured})
             note = "CARD, DATE, 1 TFLOP/s: COMMAND --x"
-            assert made == {("sm_86", kernel.name, 128, 128, True): measured(candidate, note)}
+            assert made == {("sm_86", kernel.name, 128, 128, True, "", ""): measured(candidate, note)}
             assert ("split" in text) == (split > 1) and all(len(line) <= 120 for line in text.splitlines())
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+HOPPER = parse_arch("sm_90a")
+LINES = sorted({key[:-1] for key in tuned.TABLE if key[-1]})
+PLAIN = [key for key in LINES if not key[-1]]
+
+
+def spec_of(key, **others):
+    return Spec(key[2], key[3], **(of_variant(KINDS[key[5]], key[4]) | others))
+
+
+def test_every_line_of_a_length_has_its_limit_and_the_usual_one_beside_it():
+    assert LINES
+    for key, line in tuned.TABLE.items():
+        assert (line.limit > 0) == bool(key[-1])
+        assert (*key[:-1], "") in tuned.TABLE
+    for key in LINES:
+        short, long = (tuned.TABLE.get((*key, name)) for name in ("short", "long"))
+        assert not (short and long) or short.limit < long.limit
+
+
+@pytest.mark.parametrize("key", LINES)
+def test_a_call_takes_the_tile_of_its_length(key):
+    spec, seen = spec_of(key), set()
+    for seqlen_k in (0, 1, 511, 512, 513, 1023, 1024, 1025, 4095, 4096, 8191, 8192, 10**6):
+        made = build.for_sizes(spec, HOPPER, 4096, seqlen_k, 1)
+        line = tuned.TABLE[*key, made.length]
+        plan = build.forward(made, HOPPER)[0].plan
+        assert line.matches(plan.candidate) and plan.source == f"measurement: {line.note}"
+        assert made.length != "short" or seqlen_k <= line.limit
+        assert made.length != "long" or seqlen_k >= line.limit
+        seen.add(made.length)
+    assert seen == {"", *(name for name in ("short", "long") if (*key, name) in tuned.TABLE)}
+
+
+@pytest.mark.parametrize("key", PLAIN)
+def test_what_was_not_measured_takes_the_usual_tile(key):
+    """Other chips, functions, packed heads and the backward."""
+    usual = spec_of(key)
+    _, mask, score = variants.functions(False, window=(128, 0), softcap=20.0)
+    for seqlen_k in (16, 10**6):
+        assert build.for_sizes(usual, parse_arch("sm_80"), 4096, seqlen_k, 1).length == ""
+        for given in ({"mask": mask}, {"score": score}, {"aligned": False}, {"varlen": True}, {"dropout": True}):
+            assert build.for_sizes(spec_of(key, **given), HOPPER, 4096, seqlen_k, 1).length == ""
+        assert build.for_sizes(usual, HOPPER, 1, seqlen_k, 8) == replace(usual, packed=8)
+    for name in ("short", "long"):
+        given = replace(usual, length=name)
+        assert build.backward(given, HOPPER) == build.backward(usual, HOPPER)
+        assert build.forward(given, parse_arch("sm_80")) == build.forward(usual, parse_arch("sm_80"))
+
+
+def test_the_plan_says_which_calls_take_another_tile():
+    for name, words in (("short", "of up to {} keys"), ("long", "of {} keys and more")):
+        for key in LINES:
+            line = tuned.TABLE.get((*key, name))
+            said = f"calls {words.format(line.limit)} take a tile of" if line else f"--length {name}"
+            for spec, wanted in ((spec_of(key), bool(line)), (spec_of(key, packed=8), False)):
+                assert (said in build.forward(spec, HOPPER)[0].plan.explain()) == wanted
+
+
+def test_a_length_is_one_of_three():
+    with pytest.raises(ValueError, match="length = 'medium' must be one of"):
+        Spec(64, 64, length="medium")
+    assert str(Spec(64, 64, causal=True, length="short")) == "d64_bf16_causal_short"
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_kind_is_what_the_functions_are_without_their_numbers():
+    assert list(KINDS) == ["", "softcap", "alibi", "bias_bf16", "window", "document_int"]
+
+    def kind(**options):
+        causal, mask, score = variants.functions(True, **options)
+        return tuned.kind(Spec(mask=mask, score=score, causal=causal))
+
+    assert kind(window=(64, 0)) == kind(window=(1024, 3)) == "window" != kind(window=(None, 3))
+    assert kind(window=(64, 0), softcap=0.5, score_mod=scores.alibi) == "window_softcap_alibi"
+    assert kind(score_mod=scores.bias, score_dtypes=(F32,)) == "bias_float"
+    assert kind(mask_mod=masks.sink_window(64, 0)) == "first_window"
+    own = kind(score_mod=lambda score, b, h, q_idx, kv_idx: score * 2.0)
+    assert own.startswith("score") and own not in KINDS
+
+
+def line_for(spec, kernel, wanted, **more):
+    """An item of TABLE that chooses a candidate for the functions of a spec."""
+    text = tuned.line(kernel, spec, HOPPER, wanted, "CARD, DATE, 1 TFLOP/s", "COMMAND")
+    ((key, line),) = eval("{" + text + "}", {"Measured": tuned.Measured}).items()
+    return {key: replace(line, **more)}
+
+
+@pytest.mark.parametrize("variant", OF_ONE_LENGTH)
+def test_functions_take_the_line_of_their_kind(monkeypatch, variant):
+    spec = Spec(64, 64, **of_variant(variant))
+    kernel, others = (
+        forward.forward(spec),
+        [Spec(64, 64, **of_variant(name)) for name in OF_ONE_LENGTH if name != variant],
+    )
+    usual = planner.plan(kernel, spec, HOPPER)
+    before = [planner.plan(forward.forward(other), other, HOPPER) for other in others]
+    wanted = next(v.candidate for v in usual.verdicts if not v.rejection and v.candidate.blocks[0][1] == 64)
+    made = line_for(spec, kernel.name, wanted)
+    assert list(made) == [("sm_90a", kernel.name, 64, 64, True, tuned.kind(spec), "")] and list(ill_fitting(made)) == []
+    monkeypatch.setattr(tuned, "TABLE", tuned.TABLE | made)
+    plan = planner.plan(kernel, spec, HOPPER)
+    assert plan.candidate == wanted != usual.candidate
+    assert plan.source == "measurement: CARD, DATE, 1 TFLOP/s: COMMAND"
+    assert [planner.plan(forward.forward(other), other, HOPPER) for other in others] == before
+
+
+def test_a_line_of_a_kind_may_be_for_a_length(monkeypatch):
+    spec = Spec(64, 64, **of_variant("window"))
+    kernel = forward.forward(spec)
+    fitting = [v.candidate for v in planner.plan(kernel, spec, HOPPER).verdicts if not v.rejection]
+    short = replace(spec, length="short")
+    made = line_for(spec, kernel.name, fitting[1]) | line_for(short, kernel.name, fitting[2], limit=777)
+    monkeypatch.setattr(tuned, "TABLE", tuned.TABLE | made)
+    for seqlen_k, length in ((777, "short"), (778, "")):
+        assert tuned.length(kernel.name, spec, HOPPER, seqlen_k) == length
+    assert [planner.plan(kernel, one, HOPPER).candidate for one in (spec, short)] == fitting[1:3]
+    assert "calls of up to 777 keys take a tile of" in planner.plan(kernel, spec, HOPPER).explain()
+    assert tuned.length(kernel.name, Spec(64, 64, **of_variant("softcap")), HOPPER, 512) == ""
+
+
+def test_functions_without_a_line_take_that_without_functions():
+    for variant in ("softcap", "window"):
+        spec = Spec(128, 128, **of_variant(variant))
+        line = tuned.TABLE["sm_90a", "attention_forward", 128, 128, True, "", ""]
+        plan = planner.plan(forward.forward(spec), spec, HOPPER)
+        if not tuned.has_own("attention_forward", spec, HOPPER):
+            assert plan.source == f"measurement: {line.note}, without the mask and score functions"
+            assert line.matches(plan.candidate)

@@ -57,3 +57,24 @@ def test_a_refusal_names_the_array(driver):
     driver.result = 1
     with pytest.raises(RuntimeError, match=r"refuses a tensor map \(error 1\) for TensorMap\(dtype='float16'"):
         TensorMap("float16", (8, 1, 1, 1), (8, 8, 8), (64, 64, 1)).at(16)
+
+
+def test_rows_of_packed_sequences_may_end_anywhere(driver):
+    """Coordinates of the device code give the address of the row, and what is behind the end is out of range."""
+    TensorMap.of_sequences("bfloat16", (128, 1000, 4), 1536, 128, (64, 128, 1)).at(4096)
+    _, rank, sizes, strides, box, *_ = driver.calls[0]
+    last = tensormap.LAST_ROW
+    assert (rank, box) == (5, [64, 128, 1, 1, 1]) and sizes == [128, last, 4, 2**31 - 2**16, 2**31 - 2**16]
+    assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in strides)
+    for row, rows, head in ((0, 1000, 0), (700, 3, 2), (999, 1, 3), (500, 0, 1), (500, -120, 1)):
+        place = (last - rows, head, row + rows, last)
+        assert all(0 <= index < 2**31 for index in place)
+        steps = [index * stride for index, stride in zip(place, strides, strict=True)]
+        assert sum(steps) % 2**64 == (row * 1536 + head * 128) * 2
+        inside = [at for at in range(128) if place[0] + at < sizes[1]]
+        assert len(inside) == max(min(rows, 128), 0)
+
+
+def test_a_single_row_has_any_stride(driver):
+    TensorMap.of_sequences("bfloat16", (128, 1, 1), 3, 5, (64, 128, 1)).at(4096)
+    assert all(stride % 16 == 0 for stride in driver.calls[0][3])

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,9 +12,10 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner
 
+import flashgen
 from flashgen import build
 from flashgen.__main__ import main
-from flashgen.bench import candidates, grid
+from flashgen.bench import candidates, grid, variants
 from flashgen.plan import tuned
 from flashgen.plan.arch import parse_arch
 from flashgen.runtime.compile import CompileError
@@ -53,6 +55,7 @@ class MadeUp:
             results[peer.name] = {"skipped": skipped} if skipped else {"glance_ms": 0.9 * ms, **rounds}
         MadeUp.measured.append(f"{peers[0].main.name} {cell}")
         about = {"direction": cell.direction, "head_dim": cell.head_dim, "causal": cell.causal, "seqlen": cell.seqlen}
+        about |= {"variant": cell.variant} if cell.variant else {}
         return about | {"batch": cell.batch, "heads": cell.heads, "flops": cell.flops, "results": results}
 
 
@@ -68,6 +71,9 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(tune, "current_arch", lambda: ARCH)
     monkeypatch.setattr(tuned, "TABLE", {})
     monkeypatch.setattr(MadeUp, "measured", [])
+    yield
+    for cached in (build.forward_arch, build._forward_plan, build._forward):  # planned with another table
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -113,7 +119,7 @@ def test_one_line_for_all_lengths_names_the_candidate_with_the_smallest_worst_re
     lengths = () if preset else ("--seqlen", "4096", "--seqlen", "2048", "--seqlen", "777")
     said = call("--direction", direction, "--head-dim", "128", "--causal", "--top", "4", *lengths)
     ((key, measured),) = lines(said).items()
-    assert key == ("sm_90a", kernel, 128, 128, True)
+    assert key == ("sm_90a", kernel, 128, 128, True, "", "")
     assert [measured.matches(one) for one in ranked(kernel, 128, True)[:4]] == [False, True, False, False]
     assert "is 8.9% behind the best at 2048" in said and "No candidate" not in said
     command = re.fullmatch(r"NVIDIA Made Up 9000 Ti, \d{4}-\d\d-\d\d, \d+ to \d+ TFLOP/s: (.*)", measured.note)[1]
@@ -153,6 +159,37 @@ def test_a_line_in_the_table_changes_the_report_of_an_old_file(call, monkeypatch
     again = CliRunner().invoke(tune.command, ["--report", str(tmp_path / "tune.json")], catch_exceptions=False).output
     assert "20.0%" in said and "20.0%" not in again and "the same" in again and not lines(again)
     assert " line " in again and " model " in said
+
+
+@pytest.mark.parametrize(("direction", "kernel"), [("fwd", "attention_forward"), ("bwd", "attention_backward")])
+@pytest.mark.parametrize(("variant", "kind"), [("window", "window"), ("bias", "bias_bf16")])
+def test_a_line_of_a_variant_is_for_its_kind_of_functions(
+    call, monkeypatch, tmp_path, direction, kernel, variant, kind
+):
+    monkeypatch.setattr(MadeUp, "times", staticmethod(lambda rank, seqlen: 1.0 if rank == 1 else 1.2))
+    given = ("--direction", direction, "--head-dim", "64", "--seqlen", "2048", "--top", "3")
+    said = call(*given, "--variant", variant)
+    causal = variants.CAUSAL[variant]
+    mask = f"{'causal' if causal else 'full'} {variant}"
+    assert MadeUp.measured[0] == f"{kernel} {direction} d64 {mask} 2048" and f" {mask} " in said
+    measured = lines(said)["sm_90a", kernel, 64, 64, causal, kind, ""]  # beside that of dQ's kernel where it is apart
+    assert len(lines(said)) == len(MadeUp.measured) == 1 + ((variant, direction) == ("bias", "bwd"))
+    command = measured.note.split(": ", 1)[1]
+    params = tune.command.make_context("tune", command.split()[4:]).params
+    assert (params["variant"], params["causal"], params["seqlen"]) == ((variant,), None, (2048,))
+    monkeypatch.setattr(tuned, "TABLE", lines(said))
+    again = CliRunner().invoke(tune.command, ["--report", str(tmp_path / "tune.json")]).output
+    assert not lines(again) and " line " in again
+
+
+def test_cells_of_a_variant_stand_beside_the_others_of_a_file(call):
+    small = ("--direction", "fwd", "--head-dim", "64", "--seqlen", "512", "--top", "1")
+    call(*small, "--causal")
+    call(*small, "--variant", "alibi", "--variant", "window")
+    said = call(*small, "--variant", "window", "--variant", "softcap")
+    masks = ("causal", "causal alibi", "causal window", "causal softcap")
+    assert MadeUp.measured == [f"attention_forward fwd d64 {mask} 512" for mask in masks]
+    assert all(f" {mask} " in said for mask in masks)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -223,7 +260,8 @@ def test_the_choice_is_among_however_few(monkeypatch):
     choice = problem.plan().candidate
     offered = [verdict.candidate for verdict in problem.plan().verdicts if not verdict.rejection]
     assert choice != offered[0], "the measured line chooses another than the model"
-    assert [peer.verdict.candidate for peer in candidates.entrants(problem, ARCH, 1)] == [offered[0], choice]
+    entered = [peer.verdict.candidate for peer in candidates.entrants(problem, ARCH, 1)]
+    assert entered[0] == offered[0] and set(entered[1:]) == set(problem.choices()) and choice in problem.choices()
     assert len(candidates.entrants(problem, ARCH, None)) == len(offered)
 
 
@@ -237,6 +275,48 @@ def test_a_wide_backward_has_two_kernels_with_candidates():
             assert not same[changed] and same[3 - changed] and peer.main is peer.programs[changed]
     assert len(candidates.problems("bwd", 128, True, ARCH)) == 1
     assert [p.arch.name for p in candidates.problems("bwd", 256, True, parse_arch("sm_80"))] == ["sm_80"]
+
+
+@pytest.mark.parametrize("variant", variants.OF_ONE_LENGTH)
+def test_the_problem_of_a_variant_is_what_a_call_with_it_is(monkeypatch, variant):
+    """Its spec, by the types of the variant's arrays; and its numbers, on the interpreter."""
+    for name, value in (("TOKENS", 24), ("CHANNELS", 32)):
+        monkeypatch.setattr(grid, name, value)
+    cell = grid.Cell("fwd", 16, variants.CAUSAL[variant], 24, variant)
+    (problem,) = candidates.problems("fwd", 16, cell.causal, ARCH, variant)
+    changed = variants.modification(cell, "cpu")
+    aux = {name: changed.arrays.get(name) for name in ("mask_aux", "score_aux")}
+    assert flashgen.compile(16, cell.causal, **changed.options).resolve(**aux)[0].spec == problem.spec
+    (peer,) = candidates.entrants(problem, ARCH, 1)[:1]
+    peer.kernel.target = "interpret"
+    inputs = measure.make_inputs(cell, "cpu", 0)
+    norm, row = measure.compare(measure.launcher(peer, cell, inputs)(), measure.reference(cell, inputs))
+    assert norm < measure.NORM_TOLERANCE and row < measure.ROW_TOLERANCE
+
+
+def test_a_variant_has_candidates_with_a_guess_of_the_maximum_and_without():
+    for variant in variants.OF_ONE_LENGTH:
+        (problem,) = candidates.problems("fwd", 64, variants.CAUSAL[variant], ARCH, variant)
+        offered = [peer.verdict.candidate for peer in candidates.entrants(problem, ARCH, None)]
+        guessed = [one for one in offered if "guessed maximum" in one.traits]
+        assert 0 < len(guessed) == len(offered) / 2
+        assert ("guessed maximum" in problem.plan().candidate.traits) == (variant != "alibi")
+
+
+@pytest.mark.parametrize("variant", variants.OF_ONE_LENGTH)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_what_a_call_with_a_variant_launches_is_among_the_candidates(monkeypatch, head_dim, variant):
+    monkeypatch.undo()  # the table as it is
+    causal = variants.CAUSAL[variant]
+    for direction in grid.DIRECTIONS:
+        problems = candidates.problems(direction, head_dim, causal, ARCH, variant)
+        make = build.forward if direction == "fwd" else build.backward
+        plain = replace(problems[0].spec, deterministic=False)
+        made = [stages.plan for stages in make(plain, ARCH) if stages.tile.name in {p.kernel for p in problems}]
+        assert [problem.plan() for problem in problems] == made
+        for problem in problems:
+            offered = [peer.verdict.candidate for peer in candidates.entrants(problem, ARCH, 1)]
+            assert problem.plan().candidate in offered
 
 
 def code(stages):

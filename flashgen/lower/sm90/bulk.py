@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from flashgen.attention.varlen import ROW_BLOCK
 from flashgen.ir.dtype import F32
-from flashgen.ir.nodes import Buffer, Kernel, Space, Stmt, Tile
+from flashgen.ir.expr import Var
+from flashgen.ir.nodes import Axis, Buffer, Kernel, Let, Space, Stmt, Tile
 from flashgen.ir.visit import rewrite_kernel, statements
 from flashgen.machine.base import AddFragment
 from flashgen.machine.sm90 import ReduceFragment
@@ -34,6 +36,10 @@ def heads_side_by_side(kernel: Kernel, plan: Plan) -> Kernel:
     if not any(isinstance(stmt, ReduceFragment) for stmt in statements(kernel.body)):
         return kernel
     block, head, *rest = kernel.axes
+    if block.name == ROW_BLOCK.name:  # of which there may be more than the second axis of a grid has places
+        place = Var("place")
+        lets = (Let(head.name, place % head.extent), Let(block.name, place // head.extent))
+        return kernel.having(axes=(Axis(place.name, block.extent * head.extent),), body=(*lets, *kernel.body))
     return kernel.having(axes=(head, block, *rest))
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.ir.dtype import I32
-from flashgen.ir.expr import Const, Expr, Var, binary, substitute
+from flashgen.ir.expr import Const, Expr, Var, binary
 from flashgen.ir.graph import access, independent
 from flashgen.ir.nodes import For, If, Kernel, Let, Scalar, Stmt, Tile
-from flashgen.ir.visit import Body, inline_lets, rewrite, substitute_stmt
+from flashgen.ir.visit import Body, lets_at, rewrite, substitute_stmt
 from flashgen.lower.sm90.roles import in_role
 from flashgen.lower.sm90.stages import parity
 from flashgen.machine.base import ReduceRows
 from flashgen.machine.sm90 import FirstTurn, PassTurn, WaitFull, WaitTurn, Wgmma
 from flashgen.plan.plan import Plan
 
+FIRST = "first"  # what a loop's first step loads has names of its own
 TURNS = "one warpgroup multiplies at a time, under the softmax of the others"
 
 
@@ -38,11 +39,12 @@ def _rotated(loop: Stmt) -> Stmt | Body:
         return loop
     first, last = steps[0], steps[-1]
     assert isinstance(last, Wgmma)
-    if not independent((first, last), 0, 1):
+    if not independent((first, last), 0, 1) or not any(isinstance(stmt, ReduceRows) for stmt in steps):
         return loop
     middle = _awaiting(steps[1:-1], last)
     some = loop.start < loop.stop
-    before = tuple(at_step(loop, stmt, loop.start) for stmt in (first, *middle))
+    loaded, _ = lets_at(loop, loop.start, FIRST)
+    before = (*loaded, *(at_step(loop, stmt, loop.start) for stmt in (first, *middle)))
     behind = at_step(loop, last, binary("-", Var(loop.axis), Const(1)))
     final = at_step(loop, last, binary("-", loop.stop, Const(1)))
     return (
@@ -71,9 +73,8 @@ def _awaiting(middle: Body, last: Wgmma) -> Body:
 
 
 def at_step(loop: For, stmt: Stmt, step: Expr) -> Stmt:
-    """A statement of a loop as it stands at a step of it."""
-    values = {name: substitute(value, {loop.axis: step}) for name, value in inline_lets(loop.body).items()}
-    return substitute_stmt(stmt, values | {loop.axis: step})
+    """A statement of a loop as it stands at a step of it; `lets_at` gives what it needs of what the step loads."""
+    return substitute_stmt(stmt, lets_at(loop, step, FIRST)[1])
 
 
 def take_turns(kernel: Kernel, plan: Plan) -> Kernel:

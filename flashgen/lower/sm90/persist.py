@@ -5,21 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.attention.parts import GROUP
+from flashgen.attention.varlen import ARRAYS, ROW_BLOCK
 from flashgen.ir.dtype import I32
-from flashgen.ir.expr import Const, Expr, Var, maximum, minimum, variables
+from flashgen.ir.expr import Const, Expr, Load, Var, maximum, minimum, variables, walk
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Axis, Buffer, For, Kernel, Let, Scalar, Space, Stmt, Tile
-from flashgen.ir.visit import Body, inline_lets, statements, substitute_stmt
+from flashgen.ir.visit import Body, inline_lets, rewrite, statements, substitute_stmt
 from flashgen.lower.sm90.roles import in_role, needed
 from flashgen.lower.sm90.stages import DONE, parity
-from flashgen.machine.base import Assign, Counter, WhileLoop
-from flashgen.machine.sm90 import ArriveEmpty, AskTile, PublishTile, TakeTile, WaitEmpty, WaitFull
+from flashgen.machine.base import Assign, Counter, MapFragment, WhileLoop
+from flashgen.machine.sm90 import (
+    ArriveEmpty,
+    AskTile,
+    PublishTile,
+    Rescore,
+    Role,
+    SettleNumbers,
+    TakeTile,
+    WaitEmpty,
+    WaitFull,
+    WaitWgmma,
+)
 from flashgen.plan.plan import Plan
 
 TILE, TILES, BLOCK, BLOCKS = Var("tile"), Var("tiles"), Var("block"), Var("blocks")
 Q_BLOCKS, BATCHES = Var("q_blocks"), Var("batches")
 PLACE = ("q_block", "head", "batch")
 NO_TILE = Const(-1)
+NEXT = "the next tile, as the producer has published it"
 SLOT = Tile("next_tile", DONE % 2)
 
 
@@ -32,18 +45,19 @@ def take_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     """
     if not plan.persistent:
         return kernel
-    q_axis, head_axis, batch_axis = kernel.axes
-    tiles = q_axis.extent * head_axis.extent * batch_axis.extent
+    q_axis, head_axis, *batch_axis = kernel.axes
+    every_batch = Const(1) if not batch_axis else batch_axis[0].extent
+    tiles = q_axis.extent * head_axis.extent * every_batch
     kernel = kernel.with_buffer(Buffer("next_tile", (), I32, Space.SHARED, stages=2))
     following: Stmt = Assign(TILE.name, TILE + BLOCKS)
     if plan.dynamic:
         kernel = kernel.with_buffer(Buffer("tile_counter", (), I32, Space.GLOBAL))
         following = AskTile(TILE.name, note="not before this one is loaded: who asks early may get more than its share")
-    order = _longest_first(head_axis, plan) if q_axis.longest_first else _in_order(head_axis)
+    order = _longest_first(head_axis, plan) if q_axis.longest_first else _in_order(q_axis, head_axis)
     turn = (*order, *kernel.body, following, Assign(DONE.name, DONE + 1))
     body = (
         Let(Q_BLOCKS.name, q_axis.extent),
-        Let(TILES.name, Q_BLOCKS * head_axis.extent * BATCHES),
+        Let(TILES.name, Q_BLOCKS * head_axis.extent * (BATCHES if batch_axis else Const(1))),
         Let(BLOCKS.name, minimum(TILES, Var("multiprocessors")), note="of this grid: as many as run at once"),
         Counter(TILE.name, BLOCK, note="the first tile of each block is that of its number"),
         Counter(DONE.name, Const(0)),
@@ -56,9 +70,14 @@ def take_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     )
 
 
-def _in_order(head_axis: Axis) -> tuple[Stmt, ...]:
-    """Blocks of queries fastest: those of one head run together and share its keys and values."""
+def _in_order(q_axis: Axis, head_axis: Axis) -> tuple[Stmt, ...]:
+    """Blocks of queries fastest: those of one head run together and share its keys and values.
+
+    Packed sequences have one head after the other, each through all sequences: the kernel finds the rest.
+    """
     pair, heads = TILE // Q_BLOCKS, head_axis.extent
+    if q_axis.name == ROW_BLOCK.name:
+        return Let(ROW_BLOCK.name, TILE % Q_BLOCKS), Let(head_axis.name, pair)
     return Let("q_block", TILE % Q_BLOCKS), Let(head_axis.name, pair % heads), Let("batch", pair // heads)
 
 
@@ -96,8 +115,31 @@ def hand_over_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     turns = [inner for stmt in every if isinstance(stmt, WhileLoop) for inner in stmt.body]
     lets = dict.fromkeys(stmt.name for stmt in turns if isinstance(stmt, Let))
     bounds = tuple(name for name in lets if name in used)
-    kernel = in_role(kernel, "producer", lambda body: _publishing(body, PLACE + bounds))
-    return in_role(kernel, "consumer", lambda body: _taking(body, bounds))
+    found = _found(kernel, {*PLACE, *bounds})
+    if 4 * len((*PLACE, *bounds, *found)) > plan.placement(SLOT.buffer).stage_bytes:
+        raise ValueError(f"{kernel.name}: {PLACE + bounds + found} are more than the place of a tile has room for")
+    kernel = in_role(kernel, "producer", lambda body: _publishing(body, PLACE + bounds + found))
+    return in_role(kernel, "consumer", lambda body: _taking(body, bounds, found))
+
+
+def _found(kernel: Kernel, known: set[str]) -> tuple[str, ...]:
+    """Integers of a tile that the computing warps use, and that have been read from global memory."""
+    roles = [stmt for stmt in kernel.body if isinstance(stmt, Role) and stmt.role == "consumer"]
+    every = [stmt for role in roles for stmt in statements(role.body)]
+    turns = [inner for stmt in every if isinstance(stmt, WhileLoop) for inner in stmt.body]
+    read = dict.fromkeys(
+        stmt.name
+        for stmt in turns  # what a step of a loop reads is none of the tile
+        if isinstance(stmt, Let) and stmt.name not in known and any(isinstance(node, Load) for node in walk(stmt.value))
+    )
+    used = {
+        name
+        for stmt in every
+        if not {*known, *read} & set(stmt.assigns())
+        for expr in stmt.expressions()
+        for name in variables(expr)
+    }
+    return tuple(name for name in read if name in used)
 
 
 def _publishing(body: Body, names: tuple[str, ...]) -> Body:
@@ -114,12 +156,18 @@ def _publishing(body: Body, names: tuple[str, ...]) -> Body:
     return tuple(result)
 
 
-def _taking(body: Body, bounds: tuple[str, ...]) -> Body:
-    """Without what only says where a tile lies. What the tile's end needs is taken late: it would occupy registers."""
-    first_part = TakeTile(SLOT, (PLACE[0], "", "", *bounds), note="the next tile, as the producer has published it")
+def _taking(body: Body, bounds: tuple[str, ...], found: tuple[str, ...]) -> Body:
+    """Without what only says where a tile lies. What the tile's end needs is taken late: it would occupy registers.
+
+    found: what the producer has read of the tile, also taken late unless the loops use it.
+    """
+    looped = {name for stmt in statements(body) if isinstance(stmt, For) for name in access(stmt).reads}
+    early = tuple(name if name in looped else "" for name in found)
+    first_part = TakeTile(SLOT, (PLACE[0], "", "", *bounds, *_filled(early)), note=NEXT)
     take = (WaitFull(SLOT, parity(SLOT)), first_part)
-    own = {TILE.name, *PLACE, *bounds}
-    late = set(PLACE[1:])
+    own = {TILE.name, *PLACE, *bounds, *found}
+    late = {*PLACE[1:], *found} - {*early}
+    behind = _filled((*("" for _ in bounds), *(name if name in late else "" for name in found)))
 
     def kept(body: Body) -> Body:
         return needed(tuple(stmt for stmt in body if not own & set(stmt.assigns())))
@@ -132,10 +180,43 @@ def _taking(body: Body, bounds: tuple[str, ...]) -> Body:
             done = max(at for at, stmt in enumerate(inner) if late & access(stmt).reads) + 1
             lets = inline_lets(inner)
             end = (substitute_stmt(stmt, lets) for stmt in inner[first:done])
-            late_take = TakeTile(SLOT, PLACE, note="again: until here it would have occupied registers")
+            late_take = TakeTile(SLOT, (*PLACE, *behind), note="again: until here it would have occupied registers")
             turn = (*inner[:first], late_take, *end, ArriveEmpty(SLOT), *inner[done:], *take)
-            result += [Counter(name, NO_TILE) for name in (*PLACE, *bounds)]
+            result += [Counter(name, NO_TILE) for name in (*PLACE, *bounds, *found)]
             result += [*take, WhileLoop(Var("q_block") >= 0, turn, note=stmt.note)]
         else:
             result.append(stmt)
     return tuple(result)
+
+
+def settle_lengths(kernel: Kernel, plan: Plan) -> Kernel:
+    """What is computed of the lengths of a packed sequence stays behind the product that it is computed with.
+
+    The compiler would move it ahead, or keep it: of the slopes of all distances 16 registers and more were spilled.
+    Invariant: none; the integers keep their values.
+    """
+    if not any(item.name in ARRAYS for item in kernel.buffers):
+        return kernel
+
+    def change(body: Body) -> Body:
+        every = list(statements(body))
+        taken = {name for stmt in every if isinstance(stmt, TakeTile) for name in stmt.assigns()} - {*PLACE}
+        used: dict[str, set[str]] = {}
+        for stmt in every:
+            if isinstance(stmt, MapFragment):
+                used.setdefault(stmt.dst, set()).update(taken & variables(stmt.expr))
+
+        def settled(stmt: Stmt) -> Stmt | Body:
+            done = stmt.done if isinstance(stmt, WaitWgmma) else (stmt.dst,) if isinstance(stmt, Rescore) else ()
+            found = {name for dst in done for name in used.get(dst, ())}
+            return (stmt, SettleNumbers(tuple(sorted(found)))) if found else stmt
+
+        return rewrite(body, settled)
+
+    return in_role(kernel, "consumer", change)
+
+
+def _filled(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names without those left out at the end."""
+    last = max((at for at, name in enumerate(names) if name), default=-1)
+    return names[: last + 1]

@@ -8,8 +8,8 @@ from dataclasses import replace
 from flashgen.ir.expr import variables
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import For, If, Kernel, Stmt, Tile
-from flashgen.ir.visit import Body, rewrite_kernel, statements
-from flashgen.lower.sm90.overlap import at_step
+from flashgen.ir.visit import Body, lets_at, rewrite_kernel, statements
+from flashgen.lower.sm90.overlap import FIRST, at_step
 from flashgen.lower.sm90.roles import behind_lets, for_each_tile, in_role, within
 from flashgen.lower.sm90.stages import DONE, goes_round, parity
 from flashgen.machine.base import Assign, StoreFragment, WhileLoop
@@ -63,10 +63,11 @@ def _loads(body: Body) -> list[TmaLoad]:
 
 def _first_step(loop: For, covered: set[str]) -> Body:
     """The loads of a loop's first step, with a wait for O to have left before the first that it lies over."""
+    listed, _ = lets_at(loop, loop.start, FIRST)
     loads = tuple(at_step(loop, load, loop.start) for load in _loads(loop.body))
     first = next(at for at, load in enumerate(_loads(loop.body)) if load.dst.buffer in covered)
     wait = WaitEmpty(OUTPUT, (DONE + 1) % 2, note="the O of the last tile has left this memory")
-    return (*loads[:first], wait, *loads[first:])
+    return (*listed, *loads[:first], wait, *loads[first:])
 
 
 def guard_reads(kernel: Kernel, plan: Plan) -> Kernel:

@@ -2,18 +2,18 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_backward for sm_90a
-//   tile kv 128 x q 64, 12 warps, 2 stages, late (chosen by cost model)
-//   block_q = 64, block_kv = 128, head_dim = 128, head_dim_v = 128
-//   384 threads, about 224 registers each, 1 a multiprocessor
-//   shared memory 132176 of 232448 bytes
-//          0 ..  32768  q_tile, 2 x 16384 bytes, 256 bytes a row
-//      32768 ..  65536  dout_tile, 2 x 16384 bytes, 256 bytes a row
-//      65536 ..  98304  dk_tile, 1 x 32768 bytes, 256 bytes a row
-//      65536 ..  98304  k_tile, 1 x 32768 bytes, 256 bytes a row
-//      98304 .. 131072  dv_tile, 1 x 32768 bytes, 256 bytes a row
-//      98304 .. 131072  v_tile, 1 x 32768 bytes, 256 bytes a row
-//     131072 .. 131584  lse_tile, 2 x 256 bytes, 4 bytes a row
-//     131584 .. 132096  delta_tile, 2 x 256 bytes, 4 bytes a row
+//   tile kv 128 x q 80, 12 warps, 2 stages, late (chosen by cost model)
+//   block_q = 80, block_kv = 128, head_dim = 128, head_dim_v = 128
+//   384 threads, about 240 registers each, 1 a multiprocessor
+//   shared memory 148816 of 232448 bytes
+//          0 ..  40960  q_tile, 2 x 20480 bytes, 256 bytes a row
+//      40960 ..  81920  dout_tile, 2 x 20480 bytes, 256 bytes a row
+//      81920 .. 114688  dk_tile, 1 x 32768 bytes, 256 bytes a row
+//      81920 .. 114688  k_tile, 1 x 32768 bytes, 256 bytes a row
+//     114688 .. 147456  dv_tile, 1 x 32768 bytes, 256 bytes a row
+//     114688 .. 147456  v_tile, 1 x 32768 bytes, 256 bytes a row
+//     147456 .. 148096  lse_tile, 2 x 320 bytes, 4 bytes a row
+//     148096 .. 148736  delta_tile, 2 x 320 bytes, 4 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of dp: 8 along rows, 1 along columns
@@ -33,7 +33,7 @@ using element = bf16;
 constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
 constexpr int PRODUCER_THREADS = 128;  // of which one loads
-constexpr int BLOCK_Q = 64;
+constexpr int BLOCK_Q = 80;
 constexpr int BLOCK_KV = 128;
 constexpr int HEAD_DIM = 128;
 constexpr int HEAD_DIM_V = 128;
@@ -42,43 +42,45 @@ constexpr int HEAD_DIM_V = 128;
 using QTile = PanelTile<BLOCK_Q, HEAD_DIM>;
 constexpr int Q_TILE_OFFSET = 0;
 using DoutTile = PanelTile<BLOCK_Q, HEAD_DIM_V>;
-constexpr int DOUT_TILE_OFFSET = 32768;
+constexpr int DOUT_TILE_OFFSET = 40960;
 using DkTile = PanelTile<BLOCK_KV, HEAD_DIM>;
-constexpr int DK_TILE_OFFSET = 65536;
+constexpr int DK_TILE_OFFSET = 81920;
 using KTile = PanelTile<BLOCK_KV, HEAD_DIM>;
-constexpr int K_TILE_OFFSET = 65536;
+constexpr int K_TILE_OFFSET = 81920;
 using DvTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
-constexpr int DV_TILE_OFFSET = 98304;
+constexpr int DV_TILE_OFFSET = 114688;
 using VTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
-constexpr int V_TILE_OFFSET = 98304;
-constexpr int LSE_TILE_OFFSET = 131072;
-constexpr int DELTA_TILE_OFFSET = 131584;
-constexpr int K_TILE_FULL_OFFSET = 132096;
-constexpr int V_TILE_FULL_OFFSET = 132104;
-constexpr int Q_TILE_FULL_OFFSET = 132112;
-constexpr int Q_TILE_EMPTY_OFFSET = 132128;
-constexpr int DOUT_TILE_FULL_OFFSET = 132144;
-constexpr int DOUT_TILE_EMPTY_OFFSET = 132160;
+constexpr int V_TILE_OFFSET = 114688;
+constexpr int LSE_TILE_OFFSET = 147456;
+constexpr int DELTA_TILE_OFFSET = 148096;
+constexpr int K_TILE_FULL_OFFSET = 148736;
+constexpr int V_TILE_FULL_OFFSET = 148744;
+constexpr int Q_TILE_FULL_OFFSET = 148752;
+constexpr int Q_TILE_EMPTY_OFFSET = 148768;
+constexpr int DOUT_TILE_FULL_OFFSET = 148784;
+constexpr int DOUT_TILE_EMPTY_OFFSET = 148800;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_KV, BLOCK_Q, 8, 1>;
 using DkAcc = Fragment<BLOCK_KV, HEAD_DIM, 8, 1>;
 using DvAcc = Fragment<BLOCK_KV, HEAD_DIM_V, 8, 1>;
 
-// acc (+)= a b, 64 x 64 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x64x16_shared(float (&acc)[2][16], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %36, 0;\n"
-    "add.u32 low, %32, %33; mov.b64 a_desc, {low, 1073741888};\n"
-    "add.u32 low, %34, %35; mov.b64 b_desc, {low, 1073741888};\n"
-    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+// acc (+)= a b, 64 x 80 x 16 a warpgroup
+__device__ __forceinline__ void wgmma_64x80x16_shared(float (&acc)[2][20], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %44, 0;\n"
+    "add.u32 low, %40, %41; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %42, %43; mov.b64 b_desc, {low, 1073741888};\n"
+    "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39"
       "}, a_desc, b_desc, p, 1, 1, 0, 0; }"
   :
   "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
   "+f"(acc[0][4]), "+f"(acc[0][5]), "+f"(acc[1][4]), "+f"(acc[1][5]), "+f"(acc[0][6]), "+f"(acc[0][7]), "+f"(acc[1][6]), "+f"(acc[1][7]),
   "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11]),
-  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15])
+  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15]),
+  "+f"(acc[0][16]), "+f"(acc[0][17]), "+f"(acc[1][16]), "+f"(acc[1][17]), "+f"(acc[0][18]), "+f"(acc[0][19]), "+f"(acc[1][18]), "+f"(acc[1][19])
   : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
 }
 // acc (+)= a b, 64 x 128 x 16 a warpgroup
@@ -214,14 +216,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x64x16_shared(s, k_tile_operand, KTile::k_major(k), q_tile_operand, QTile::k_major(k), k > 0);
+          wgmma_64x80x16_shared(s, k_tile_operand, KTile::k_major(k), q_tile_operand, QTile::k_major(k), k > 0);
         }
         commit_products();
         wait_barrier(dout_tile_full + step % 2, step / 2 % 2);
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
-          wgmma_64x64x16_shared(dp, v_tile_operand, VTile::k_major(k), dout_tile_operand, DoutTile::k_major(k), k > 0);
+          wgmma_64x80x16_shared(dp, v_tile_operand, VTile::k_major(k), dout_tile_operand, DoutTile::k_major(k), k > 0);
         }
         commit_products();
         wait_products<1>();

@@ -2,15 +2,15 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_90a
-//   tile q 128 x kv 128, 12 warps, 2 stages, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-11-30, 620 TFLOP/s: python -m flashgen tune --direction fwd --head-dim 128 --causal --seqlen 4096, without the mask and score functions)
+//   tile q 128 x kv 128, 12 warps, 2 stages, Q ahead, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-12-02, 337 to 522 TFLOP/s: python -m flashgen tune --direction fwd --head-dim 128 --causal --preset full --rounds 3, without the mask and score functions)
 //   block_q = 128, block_kv = 128, head_dim = 128, head_dim_v = 128
 //   384 threads, about 198 registers each, 1 a multiprocessor
-//   shared memory 196784 of 232448 bytes
-//          0 ..  32768  q_tile, 1 x 32768 bytes, 256 bytes a row
-//      32768 ..  98304  k_tile, 2 x 32768 bytes, 256 bytes a row
-//      98304 .. 163840  v_tile, 2 x 32768 bytes, 256 bytes a row
-//     163840 .. 196608  o_tile, 1 x 32768 bytes, 256 bytes a row
-//     196608 .. 196672  next_tile, 2 x 32 bytes, 32 bytes a row
+//   shared memory 229568 of 232448 bytes
+//          0 ..  65536  q_tile, 2 x 32768 bytes, 256 bytes a row
+//      65536 .. 131072  k_tile, 2 x 32768 bytes, 256 bytes a row
+//     131072 .. 196608  v_tile, 2 x 32768 bytes, 256 bytes a row
+//     196608 .. 229376  o_tile, 1 x 32768 bytes, 256 bytes a row
+//     229376 .. 229440  next_tile, 2 x 32 bytes, 32 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of p_operand: 8 along rows, 1 along columns
@@ -34,20 +34,20 @@ constexpr int HEAD_DIM_V = 128;
 using QTile = PanelTile<BLOCK_Q, HEAD_DIM>;
 constexpr int Q_TILE_OFFSET = 0;
 using KTile = PanelTile<BLOCK_KV, HEAD_DIM>;
-constexpr int K_TILE_OFFSET = 32768;
+constexpr int K_TILE_OFFSET = 65536;
 using VTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
-constexpr int V_TILE_OFFSET = 98304;
+constexpr int V_TILE_OFFSET = 131072;
 using OTile = PanelTile<BLOCK_Q, HEAD_DIM_V>;
-constexpr int O_TILE_OFFSET = 163840;
-constexpr int NEXT_TILE_OFFSET = 196608;
-constexpr int K_TILE_FULL_OFFSET = 196672;
-constexpr int K_TILE_EMPTY_OFFSET = 196688;
-constexpr int V_TILE_FULL_OFFSET = 196704;
-constexpr int V_TILE_EMPTY_OFFSET = 196720;
-constexpr int Q_TILE_FULL_OFFSET = 196736;
-constexpr int Q_TILE_EMPTY_OFFSET = 196744;
-constexpr int NEXT_TILE_FULL_OFFSET = 196752;
-constexpr int NEXT_TILE_EMPTY_OFFSET = 196768;
+constexpr int O_TILE_OFFSET = 196608;
+constexpr int NEXT_TILE_OFFSET = 229376;
+constexpr int K_TILE_FULL_OFFSET = 229440;
+constexpr int K_TILE_EMPTY_OFFSET = 229456;
+constexpr int V_TILE_FULL_OFFSET = 229472;
+constexpr int V_TILE_EMPTY_OFFSET = 229488;
+constexpr int Q_TILE_FULL_OFFSET = 229504;
+constexpr int Q_TILE_EMPTY_OFFSET = 229520;
+constexpr int NEXT_TILE_FULL_OFFSET = 229536;
+constexpr int NEXT_TILE_EMPTY_OFFSET = 229552;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
@@ -153,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
     init_barriers<2>(k_tile_empty, 8);
     init_barriers<2>(v_tile_full, 1);
     init_barriers<2>(v_tile_empty, 8);
-    init_barriers<1>(q_tile_full, 1);
-    init_barriers<1>(q_tile_empty, 8);
+    init_barriers<2>(q_tile_full, 1);
+    init_barriers<2>(q_tile_empty, 8);
     init_barriers<2>(next_tile_full, 1);
     init_barriers<2>(next_tile_empty, 8);
     fence_barrier_init();
@@ -189,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         const int last_kv_block = min((args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV, max(q_start + (args.seqlen_k - args.seqlen_q) + (BLOCK_Q - 1) + BLOCK_KV, 0) / BLOCK_KV);
         wait_barrier(next_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
         publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {q_block, head, batch, last_kv_block});
-        wait_barrier(q_tile_empty, (tiles_done % 2 + 1) % 2);
-        tma_load<QTile>(q_tile, q_tile_full, args.q, q_start, head, batch, leave_cache_first());
+        wait_barrier(q_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
+        tma_load<QTile>(q_tile + tiles_done % 2 * QTile::BYTES, q_tile_full + tiles_done % 2, args.q, q_start, head, batch, leave_cache_first());
         #pragma unroll 1  // the loading thread has few registers
         for (int kv_block = 0; kv_block < last_kv_block; ++kv_block) {
           const int kv_start = kv_block * BLOCK_KV;
@@ -215,7 +215,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
 
   if (threadIdx.x < THREADS) {
     take_registers<232>();
-    const uint32 q_tile_operand = uniform(QTile::start(q_tile) + warpgroup * QTile::WARPGROUP_STEP);
     first_turn<THREADS / 128>(warpgroup);
     int tiles_done = 0;
     int kv_blocks_done = 0;
@@ -229,7 +228,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
     last_kv_block = take_tile(next_tile + tiles_done % 2 * 8, 3);
     while (q_block >= 0) {
       const int q_start = q_block * BLOCK_Q;
-      wait_barrier(q_tile_full, tiles_done % 2);
+      const uint32 q_tile_operand = uniform(QTile::start(q_tile + tiles_done % 2 * QTile::BYTES) + warpgroup * QTile::WARPGROUP_STEP);
+      wait_barrier(q_tile_full + tiles_done % 2, tiles_done / 2 % 2);
       fill(o_acc, 0.0f);
       fill(row_max, -INF);
       fill(row_sum, 0.0f);
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
         // the guess was too low, or there was none: the step once more
         if (any_large(p_operand)) {
-          rescore<QTile, KTile, element>(s, q_tile, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
+          rescore<QTile, KTile, element>(s, q_tile + tiles_done % 2 * QTile::BYTES, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
           // softcap50
           #pragma unroll
           for (int i = 0; i < S::ROWS; ++i) {
@@ -446,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
       }
 
-      arrive_warp(q_tile_empty);
+      arrive_warp(q_tile_empty + tiles_done % 2);
       // the product of the last step
       if (0 < last_kv_block) {
         const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (last_kv_block - 1)) % 2 * VTile::BYTES));

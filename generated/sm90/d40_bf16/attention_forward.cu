@@ -2,15 +2,15 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_90a
-//   tile q 192 x kv 128, 16 warps, 2 stages, dynamic, in turns, guessed maximum (chosen by cost model)
+//   tile q 192 x kv 128, 16 warps, 2 stages, Q ahead, dynamic, in turns, guessed maximum (chosen by cost model)
 //   block_q = 192, block_kv = 128, head_dim = 48, head_dim_v = 48
 //   512 threads, about 150 registers each, 1 a multiprocessor
-//   shared memory 114864 of 232448 bytes
-//          0 ..  24576  q_tile, 1 x 24576 bytes, 128 bytes a row
-//      24576 ..  57344  k_tile, 2 x 16384 bytes, 128 bytes a row
-//      57344 ..  90112  v_tile, 2 x 16384 bytes, 128 bytes a row
-//      90112 .. 114688  o_tile, 1 x 24576 bytes, 128 bytes a row
-//     114688 .. 114752  next_tile, 2 x 32 bytes, 32 bytes a row
+//   shared memory 139456 of 232448 bytes
+//          0 ..  49152  q_tile, 2 x 24576 bytes, 128 bytes a row
+//      49152 ..  81920  k_tile, 2 x 16384 bytes, 128 bytes a row
+//      81920 .. 114688  v_tile, 2 x 16384 bytes, 128 bytes a row
+//     114688 .. 139264  o_tile, 1 x 24576 bytes, 128 bytes a row
+//     139264 .. 139328  next_tile, 2 x 32 bytes, 32 bytes a row
 //   warps of s: 12 along rows, 1 along columns
 //   warps of p: 12 along rows, 1 along columns
 //   warps of p_operand: 12 along rows, 1 along columns
@@ -34,20 +34,20 @@ constexpr int HEAD_DIM_V = 48;
 using QTile = PanelTile<BLOCK_Q, HEAD_DIM>;
 constexpr int Q_TILE_OFFSET = 0;
 using KTile = PanelTile<BLOCK_KV, HEAD_DIM>;
-constexpr int K_TILE_OFFSET = 24576;
+constexpr int K_TILE_OFFSET = 49152;
 using VTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
-constexpr int V_TILE_OFFSET = 57344;
+constexpr int V_TILE_OFFSET = 81920;
 using OTile = PanelTile<BLOCK_Q, HEAD_DIM_V>;
-constexpr int O_TILE_OFFSET = 90112;
-constexpr int NEXT_TILE_OFFSET = 114688;
-constexpr int K_TILE_FULL_OFFSET = 114752;
-constexpr int K_TILE_EMPTY_OFFSET = 114768;
-constexpr int V_TILE_FULL_OFFSET = 114784;
-constexpr int V_TILE_EMPTY_OFFSET = 114800;
-constexpr int Q_TILE_FULL_OFFSET = 114816;
-constexpr int Q_TILE_EMPTY_OFFSET = 114824;
-constexpr int NEXT_TILE_FULL_OFFSET = 114832;
-constexpr int NEXT_TILE_EMPTY_OFFSET = 114848;
+constexpr int O_TILE_OFFSET = 114688;
+constexpr int NEXT_TILE_OFFSET = 139264;
+constexpr int K_TILE_FULL_OFFSET = 139328;
+constexpr int K_TILE_EMPTY_OFFSET = 139344;
+constexpr int V_TILE_FULL_OFFSET = 139360;
+constexpr int V_TILE_EMPTY_OFFSET = 139376;
+constexpr int Q_TILE_FULL_OFFSET = 139392;
+constexpr int Q_TILE_EMPTY_OFFSET = 139408;
+constexpr int NEXT_TILE_FULL_OFFSET = 139424;
+constexpr int NEXT_TILE_EMPTY_OFFSET = 139440;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_Q, BLOCK_KV, 12, 1>;
@@ -146,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
     init_barriers<2>(k_tile_empty, 12);
     init_barriers<2>(v_tile_full, 1);
     init_barriers<2>(v_tile_empty, 12);
-    init_barriers<1>(q_tile_full, 1);
-    init_barriers<1>(q_tile_empty, 12);
+    init_barriers<2>(q_tile_full, 1);
+    init_barriers<2>(q_tile_empty, 12);
     init_barriers<2>(next_tile_full, 1);
     init_barriers<2>(next_tile_empty, 12);
     fence_barrier_init();
@@ -173,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         const int q_start = q_block * BLOCK_Q;
         wait_barrier(next_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
         publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {q_block, head, batch});
-        wait_barrier(q_tile_empty, (tiles_done % 2 + 1) % 2);
-        tma_load<QTile>(q_tile, q_tile_full, args.q, q_start, head, batch, leave_cache_first());
+        wait_barrier(q_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
+        tma_load<QTile>(q_tile + tiles_done % 2 * QTile::BYTES, q_tile_full + tiles_done % 2, args.q, q_start, head, batch, leave_cache_first());
         #pragma unroll 1  // the loading thread has few registers
         for (int kv_block = 0; kv_block < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV; ++kv_block) {
           const int kv_start = kv_block * BLOCK_KV;
@@ -199,7 +199,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
 
   if (threadIdx.x < THREADS) {
     take_registers<160>();
-    const uint32 q_tile_operand = uniform(QTile::start(q_tile) + warpgroup * QTile::WARPGROUP_STEP);
     first_turn<THREADS / 128>(warpgroup);
     int tiles_done = 0;
     int kv_blocks_done = 0;
@@ -211,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
     q_block = take_tile(next_tile + tiles_done % 2 * 8, 0);
     while (q_block >= 0) {
       const int q_start = q_block * BLOCK_Q;
-      wait_barrier(q_tile_full, tiles_done % 2);
+      const uint32 q_tile_operand = uniform(QTile::start(q_tile + tiles_done % 2 * QTile::BYTES) + warpgroup * QTile::WARPGROUP_STEP);
+      wait_barrier(q_tile_full + tiles_done % 2, tiles_done / 2 % 2);
       fill(o_acc, 0.0f);
       fill(row_max, -INF);
       fill(row_sum, 0.0f);
@@ -343,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
         // the guess was too low, or there was none: the step once more
         if (any_large(p_operand)) {
-          rescore<QTile, KTile, element>(s, q_tile, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
+          rescore<QTile, KTile, element>(s, q_tile + tiles_done % 2 * QTile::BYTES, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
           // only tiles on a boundary are masked
           if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k) {
             #pragma unroll
@@ -404,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
       }
 
-      arrive_warp(q_tile_empty);
+      arrive_warp(q_tile_empty + tiles_done % 2);
       // the product of the last step
       if (0 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
         const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + ((args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV - 1)) % 2 * VTile::BYTES));
