@@ -54,8 +54,8 @@ def compile(
     arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a" (Hopper's own instructions) or "sm_120"; None is the
         current GPU's own, or sm_80 without a GPU.
     target: "cuda", "interpret" (the CPU interpreter), or "auto": by where the arrays are.
-    deterministic: the backward repeats bit for bit, at the price of computing the scores twice. Gradients of arrays do
-        without it where score_mod indexes them by b, h, q_idx and kv_idx alone; others are then refused.
+    deterministic: the backward repeats bit for bit, at the price of computing the scores twice; and once more for the
+        gradient of an array that score_mod does not index by b, h, q_idx, kv_idx and constants alone.
     window: (left, right), the keys that a query sees on both sides of the last one that `causal` would show it; None is
         any number.
     softcap: scores become softcap * tanh(score / softcap), before score_mod.

@@ -207,7 +207,8 @@ def backward_aux(spec: Spec, arch: Arch, part: backward_aux_nest.Part) -> Stages
     """The kernel of one part of the gradient of an array; every chip runs the portable one."""
     spec = replace(spec, packed=1, length="", deterministic=False, sinks=None, listed=False)
     nest = backward_aux_nest.backward_aux(spec, part)
-    return _finish(nest, planner.plan(nest, spec, portable_record(arch) if arch.portable else arch), spec)
+    portable = portable_record(arch) if arch.portable else arch
+    return _finish(nest, planner.plan(nest, spec, portable, may_spill=True), spec)
 
 
 def everything(spec: Spec, arch: Arch) -> dict[str, Stages]:

@@ -249,12 +249,19 @@ class Kernel(Runner):
         kernel, read, options = self.resolve(**given)
         arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse} | read
         arrays |= {} if dlse is None else {"dlse": dlse}
-        names = {word: auxiliary.differentiable(kernel.spec, word) for word in aux_grads}
-        found = kernel.backward_of(arrays, scale, options, tuple(names.values()))
+        *own, found = kernel.gradients(arrays, scale, options, aux_grads)
+        for word in found.keys() & auxiliary.BUILT_IN.keys():  # which may have fewer axes than a kernel reads
+            found[word] = found[word].reshape(given[word].shape)  # type: ignore[literal-required]
+        return (*own, found) if aux_grads else tuple(own)
+
+    def gradients(
+        self, arrays: dict[str, Any], scale: float | None, options: Options, aux_grads: Collection[str]
+    ) -> tuple[Any, ...]:
+        """Those of q, k, v, and of sinks where they are among the arrays; and a dict of others, by these words."""
+        names = {word: auxiliary.differentiable(self.spec, word) for word in aux_grads}
+        found = self.backward_of(arrays, scale, options, tuple(names.values()))
         of_arrays = {word: found.pop(name) for word, name in names.items()}
-        for word in of_arrays.keys() & auxiliary.BUILT_IN.keys():  # which may have fewer axes than a kernel reads
-            of_arrays[word] = of_arrays[word].reshape(given[word].shape)  # type: ignore[literal-required]
-        return (*found.values(), of_arrays) if names else tuple(found.values())
+        return (*found.values(), of_arrays)
 
     def resolve(
         self,

@@ -113,8 +113,6 @@ class Runner:
         q, sinks, hosted = arrays["q"], arrays.get("sinks"), None
         library = library_of(q)
         call = self._bind(library, "backward", arrays, scale, options)
-        if wanted:
-            self._check_wanted(wanted, arrays, call)
         arrays = arrays | {name: library.contiguous(arrays[name]) for name in call.copied}
         if options.block_mask is not None:
             arrays |= options.block_mask.lists(call)
@@ -138,25 +136,17 @@ class Runner:
         gradients = {name: arrays[f"d{name}"] for name in "qkv"}
         gradients |= {} if sinks is None else {"sinks": library.cast(arrays["dsinks"], sinks)}
         if wanted:
-            gradients |= self._of_wanted(wanted, library, call, arrays, hosted)
+            gradients |= self._of_wanted(wanted, library, call, arrays, options.drop, hosted)
         return gradients
 
-    def check_gradients(
-        self, wanted: tuple[str, ...], arrays: dict[str, Any], scale: float | None, options: Options
-    ) -> None:
-        """ValueError for a gradient that the backward of this forward would not give."""
-        if wanted:
-            call = self._bind(library_of(arrays["q"]), "forward", arrays, scale, options)
-            self._check_wanted(wanted, arrays, call)
-
-    def _check_wanted(self, wanted: tuple[str, ...], arrays: dict[str, Any], call: Call) -> None:
-        from flashgen.runtime import aux_gradients
-
-        for name in wanted:
-            aux_gradients.check(self.spec, name, tuple(arrays[name].shape), call.problem)
-
     def _of_wanted(
-        self, wanted: tuple[str, ...], library: Library, call: Call, arrays: dict[str, Any], hosted: Any
+        self,
+        wanted: tuple[str, ...],
+        library: Library,
+        call: Call,
+        arrays: dict[str, Any],
+        drop: dropping.Drop | None,
+        hosted: Any,
     ) -> dict[str, Any]:
         """The gradients of arrays that the score function reads, once those of q, k and v are there.
 
@@ -165,9 +155,9 @@ class Runner:
         from flashgen.runtime import aux_gradients
 
         if hosted is None:
-            run = aux_gradients.launching(call, library, arrays)
+            run = aux_gradients.launching(call, library, arrays, drop)
         else:
-            run = aux_gradients.interpreting(self.spec, self.arch, call, library, hosted)
+            run = aux_gradients.interpreting(self.spec, self.arch, call, library, hosted, drop)
         return {
             name: aux_gradients.gradient(library, self.spec, name, arrays[name], call.problem, run) for name in wanted
         }

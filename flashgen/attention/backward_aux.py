@@ -18,14 +18,15 @@ and dP once more. Which nest it takes follows from the index:
 
 An index is plain where it is made of b, h, q_idx and kv_idx, each at most once, and constants, and the array has all
 these elements. Then each is summed by one thread block, or over `sums`, in a fixed order: the gradient repeats bit for
-bit. For any other the additions are atomic.
+bit. For any other the additions are atomic, in an order that varies. Where that must not be seen they are of integers,
+of which the sum is the same in any order: a kernel of its own sums up |g| first, and `unit`, by which g is multiplied,
+is such that a sum of all of them just fits into 64 bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from flashgen.attention import parts
+from flashgen.attention import dropout, parts, varlen
+from flashgen.attention.aux_part import COLUMNS, DIAGONALS, PAIRS, ROWS, Part
 from flashgen.attention.parts import (
     BATCHES,
     BLOCK_KV,
@@ -41,15 +42,15 @@ from flashgen.attention.parts import (
     SEQLEN_K,
     SEQLEN_Q,
 )
-from flashgen.calculus import by_distance, derivative_by_load, tame
-from flashgen.ir.dtype import F32, DType
+from flashgen.calculus import derivative_by_load, tame
+from flashgen.ir.dtype import F32
 from flashgen.ir.expr import (
     NEG_INF,
     Const,
     Expr,
     I,
     J,
-    Load,
+    Unary,
     Var,
     ceil_div,
     exp2,
@@ -81,48 +82,14 @@ from flashgen.ir.nodes import (
 from flashgen.spec import Spec
 
 NAME = "attention_backward_aux"
-ROWS, COLUMNS, PAIRS, DIAGONALS = "rows", "columns", "pairs", "diagonals"
 Q_BLOCKS, KV_BLOCKS = ceil_div(SEQLEN_Q, BLOCK_Q), ceil_div(SEQLEN_K, BLOCK_KV)
 DIAGONAL = Var("diagonal")
 
 
-@dataclass(frozen=True)
-class Part:
-    """The gradient through one load of an array.
-
-    load: as the score function has it. index: the same with 0 for axes of one element. plain: as above.
-    dtype: of the array that a tile is stored to; additions and sums are float32.
-    """
-
-    load: Load
-    index: tuple[Expr, ...]
-    plain: bool
-    dtype: DType = F32
-
-    @property
-    def walk(self) -> str:
-        """The nest that it takes."""
-        names = set().union(*map(variables, self.index))
-        if not {"q_idx", "kv_idx"} <= names:
-            return COLUMNS if "kv_idx" in names else ROWS
-        if self.plain:
-            return ROWS if {"b", "h"} <= names else PAIRS
-        return DIAGONALS if all(by_distance(part, "q_idx", "kv_idx") for part in self.index) else ROWS
-
-    @property
-    def by_pair(self) -> bool:
-        """True where the index depends on the query and on the key."""
-        return {"q_idx", "kv_idx"} <= set().union(*map(variables, self.index))
-
-    @property
-    def target(self) -> str:
-        """What the kernel writes: `sums` (batch, heads, row), or `grad`, which is like the array."""
-        return "sums" if self.plain and not self.by_pair else "grad"
-
-
 def backward_aux(spec: Spec, part: Part) -> Kernel:
     """The kernel of one part."""
-    return {ROWS: _rows, COLUMNS: _columns, PAIRS: _pairs, DIAGONALS: _diagonals}[part.walk](spec, part)
+    kernel = {ROWS: _rows, COLUMNS: _columns, PAIRS: _pairs, DIAGONALS: _diagonals}[part.walk](spec, part)
+    return varlen.packed(kernel, spec) if spec.varlen else kernel
 
 
 def _rows(spec: Spec, part: Part) -> Kernel:
@@ -213,6 +180,7 @@ def _diagonals(spec: Spec, part: Part) -> Kernel:
 
 
 _HEAD_AXES = (Axis("head", HEADS), Axis("batch", BATCHES))
+_UNIT = Buffer("unit", ("any",), F32, Space.GLOBAL, by_element=True)
 _VECTOR_TILES = tuple(Buffer(name, ("block_q",), F32, Space.SHARED) for name in ("lse_tile", "delta_tile"))
 
 
@@ -226,7 +194,7 @@ def _kernel(
     return Kernel(
         name=NAME,
         level=Level.TILE,
-        scalars=(*parts.SIZES, Scalar("scale", F32)),
+        scalars=(*parts.SIZES, Scalar("scale", F32), *dropout.scalars(spec)),
         axes=axes,
         buffers=(
             parts.tensor("q", spec, "seqlen_q", "head_dim"),
@@ -244,17 +212,17 @@ def _kernel(
             *(parts.register(name, *tile) for name in ("s", "p", "dp", "g")),
             *factor,
             *parts.arrays(spec),
+            *((_UNIT,) if part.ordered else ()),
         ),
         body=body,
-        note=f"The gradient of {text(part.load)}.",
+        note=f"The gradient of {text(part.load)}{', how large its terms are' if part.magnitude else ''}.",
     )
 
 
 def _target(part: Part, seqlen: str = "") -> tuple[Buffer, ...]:
     if part.target == "sums":
         return (parts.vector("sums", seqlen),)
-    dtype = part.dtype if part.plain else F32
-    return (Buffer("grad", ("any",) * len(part.index), dtype, Space.GLOBAL, by_element=True),)
+    return (Buffer("grad", ("any",) * len(part.index), part.dtype, Space.GLOBAL, by_element=True),)
 
 
 def _load_queries() -> tuple[Stmt, ...]:
@@ -297,7 +265,8 @@ def _contribution(
         Map("s", select(visible, load("s", I, J), NEG_INF), note="mask"),
         Map("p", exp2(load("s", I, J) * parts.exponent(spec) - lse)),
         Gemm("dp", *products[2:], transpose_b=True),
-        Map("g", g if before is None else before + g),
+        *dropout.gradient_dropped(spec, transposed),
+        Map("g", Unary("abs", g) if part.magnitude else g if before is None else before + g),
     )
 
 
@@ -323,11 +292,17 @@ def _to_elements(spec: Spec, part: Part) -> tuple[Stmt, ...]:
     """The tile of contributions goes to the elements that its index says."""
     index = tuple(parts.of_index(item, spec) for item in part.index)
     if not part.plain:
-        return (ScatterAdd("grad", index, "g", note="the score function says where"),)
+        return (*_in_units(part, "g", I, J), ScatterAdd("grad", index, "g", note="the score function says where"))
     return (Scatter("grad", index, "g", (Q_START + I < SEQLEN_Q) & (KV_START + J < SEQLEN_K)),)
 
 
 def _row_sums(spec: Spec, part: Part, start: Expr, transposed: bool = False) -> tuple[Stmt, ...]:
     if part.target == "sums":
         return (Copy(parts.rows_of("sums", HEAD, start), "g_row"),)
-    return (ScatterAdd("grad", tuple(parts.of_index(item, spec, transposed) for item in part.index), "g_row"),)
+    index = tuple(parts.of_index(item, spec, transposed) for item in part.index)
+    return (*_in_units(part, "g_row", I), ScatterAdd("grad", index, "g_row"))
+
+
+def _in_units(part: Part, name: str, *place: Expr) -> tuple[Stmt, ...]:
+    """What is added to integers, in theirs."""
+    return (Map(name, load(name, *place) * load(_UNIT.name, Const(0))),) if part.ordered else ()

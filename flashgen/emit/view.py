@@ -229,6 +229,7 @@ def _elements(stmt: base.StoreElements | base.AddElements, names: Names) -> Fiel
     src = names.kernel.buffer(stmt.src)
     view: Fields = {
         "target": f"args.{stmt.dst}",
+        "target_type": names.kernel.buffer(stmt.dst).dtype.cuda,
         "index": ", ".join(names.element(part, src) for part in stmt.index),
         "src": stmt.src,
         "src_type": names.fragments[stmt.src],

@@ -28,12 +28,9 @@ def attention(kernel: Runner, arrays: dict[str, torch.Tensor], scale: float | No
 
     arrays: q, k, v and what else the kernel reads, by their names in it.
     """
-    asked = [name for name, array in arrays.items() if getattr(array, "requires_grad", False)]
-    wanted = tuple(name for name in asked if name not in GRADIENTS)
-    for name in wanted:
-        if name.startswith("mask_"):
+    for name, array in arrays.items():
+        if name.startswith("mask_") and getattr(array, "requires_grad", False):
             raise ValueError(f"{shown(name)} requires grad, and a mask has no gradient; detach it")
-    kernel.check_gradients(wanted, arrays, scale, options)
     try:
         return _Attention.apply(kernel, scale, options, tuple(arrays), *arrays.values())
     except NotImplementedError:

@@ -189,10 +189,12 @@ def places(array: np.ndarray, index: Sequence[Value]) -> tuple[np.ndarray, ...]:
 
 
 def add_elements(array: np.ndarray, index: Sequence[Value], values: np.ndarray) -> None:
-    """array[index] += values, each element of its own; zeros are not added."""
-    where = np.broadcast_arrays(*places(array, index), values)
-    added = where[-1] != 0
-    np.add.at(array, tuple(part[added] for part in where[:-1]), where[-1][added])
+    """array[index] += values, each element of its own, rounded for integers; zeros are not added."""
+    if array.dtype.kind == "i":
+        values = np.rint(values).astype(array.dtype)
+    *where, values = np.broadcast_arrays(*places(array, index), values)
+    added = values != 0
+    np.add.at(array, tuple(part[added] for part in where), values[added])
 
 
 def store_elements(array: np.ndarray, index: Sequence[Value], values: np.ndarray, inside: Value) -> None:

@@ -101,16 +101,33 @@ def backward(
     return dq, dk, dv, np.sum(share * (dlse_rows - delta), axis=(0, 3, 4)).reshape(-1)
 
 
-def backward_aux(q, k, v, do, dlse=None, *, array, score, causal=False, scale=None, mask=None, aux=None, sinks=None):
+def backward_aux(
+    q,
+    k,
+    v,
+    do,
+    dlse=None,
+    *,
+    array,
+    score,
+    causal=False,
+    scale=None,
+    mask=None,
+    aux=None,
+    first_batch=0,
+    sinks=None,
+    keep=None,
+    dropout_p=0.0,
+):
     """The gradient of an array that the score function reads, by its name in `aux`; float64, shaped as it is.
 
     With f the score function it is, of each element, the sum of p (dp - delta + dlse) df / d load over the elements of
     the scores that load it; an index out of range loads the last of its axis.
     """
-    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux, 0, sinks)
-    ds, *_ = _score_gradient(k, v_heads, p, lse, do, dlse)
+    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks)
+    ds, *_ = _score_gradient(k, v_heads, p, lse, do, dlse, _factors(keep, dropout_p, p))
     scores = _scaled_scores(q, k, scale)
-    names = _names(scores, 0) | {"score": scores} | aux
+    names = _names(scores, first_batch) | {"score": scores} | aux
     found = np.zeros(aux[array].shape)
     for load in loads_of(score.expr, array):
         with np.errstate(all="ignore"):

@@ -13,15 +13,17 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen import build
-from flashgen.attention.backward_aux import Part
+from flashgen.attention.aux_part import Part
 from flashgen.calculus import derivative_by_load, loads_of
-from flashgen.ir.expr import Const, Expr, Var, text
+from flashgen.ir.dtype import F32, I64
+from flashgen.ir.expr import Const, Expr, Var
 from flashgen.plan.arch import Arch
 from flashgen.runtime import workspaces
-from flashgen.runtime.arguments import Problem, gapless, shown
+from flashgen.runtime.arguments import Problem, gapless
 from flashgen.runtime.arrays import Library, Shape
 from flashgen.runtime.auxiliary import LARGEST
 from flashgen.runtime.call import Call
+from flashgen.runtime.dropping import Drop
 from flashgen.runtime.program import Program
 from flashgen.spec import Array, Spec
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from flashgen.runtime.program import Bound
 
 ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
-Run = Callable[[Part, Any], None]  # of a part's kernel, with what it writes: `sums`, or `grad` like the array
+# Of a part's kernel, with the arrays that it alone has: `sums`, or `grad` like the array, and for integers `unit`.
+Run = Callable[[Part, dict[str, Any]], None]
+BITS, SMALLEST = 61, 2.0**-60
 
 
 def _array(spec: Spec, name: str) -> Array:
@@ -45,9 +49,13 @@ def parts(spec: Spec, array: Array, shape: Shape, problem: Problem) -> tuple[Par
     found = []
     for load in loads:
         index = tuple(Const(0) if size == 1 else item for item, size in zip(load.index, shape, strict=True))
-        plain = _plain(index, shape, sizes)
-        part = Part(load, index, plain)
-        found.append(replace(part, dtype=array.dtype) if plain and part.by_pair and len(loads) == 1 else part)
+        plain = not spec.varlen and _plain(index, shape, sizes)
+        part = Part(load, index, plain, packed=spec.varlen)
+        if plain and part.by_pair and len(loads) == 1:
+            part = replace(part, dtype=array.dtype)
+        elif not plain and spec.deterministic:
+            part = replace(part, dtype=I64)
+        found.append(part)
     return tuple(found)
 
 
@@ -60,42 +68,50 @@ def _plain(index: tuple[Expr, ...], shape: Shape, sizes: dict[str, int]) -> bool
     )
 
 
-def check(spec: Spec, name: str, shape: Shape, problem: Problem) -> None:
-    """ValueError for a gradient that there is not: one that would not repeat, where the spec asks for that."""
-    if spec.dropout or spec.varlen:
-        what = "dropout" if spec.dropout else "packed sequences"
-        raise ValueError(f"{shown(name)} has no gradient beside {what}; detach it, or leave {what} out")
-    array = _array(spec, name)
-    for part in parts(spec, array, shape, problem) if spec.deterministic else ():
-        if not part.plain:
-            raise ValueError(
-                f"the gradient of {shown(array.name)} is added up without order where it is read as {text(part.load)}, "
-                f"of shape {tuple(shape)}: it would not repeat bit for bit; use deterministic=False or detach it"
-            )
-
-
 def gradient(library: Library, spec: Spec, name: str, like: Any, problem: Problem, run: Run) -> Any:
     """The gradient of an array, of its shape and type, from what its kernels give."""
     shape = tuple(like.shape)
     every = parts(spec, _array(spec, name), shape, problem) if 0 not in shape else ()
     if len(every) == 1 and every[0].plain and every[0].by_pair:
-        grad = library.zeros(shape, like, float32=False)
-        run(every[0], grad)
+        grad = library.zeros(shape, like, like.dtype)
+        run(every[0], {"grad": grad})
         return grad
     total = library.zeros(shape, like)
     for part in every:
         if part.target == "sums":
-            rows = problem.seqlen_k if part.walk == "columns" else problem.seqlen_q
-            sums = library.empty((problem.batch, problem.heads, rows), like, float32=True)
-            run(part, sums)
+            sums = _sums(library, part, like, problem, run)
             _add_sums(library, total, part, sums)
         elif part.plain:
             stored = library.zeros(shape, like)
-            run(part, stored)
+            run(part, {"grad": stored})
             total += stored
+        elif part.ordered:
+            total += _in_order(library, part, like, problem, run)
         else:
-            run(part, total)
+            run(part, {"grad": total})
     return library.cast(total, like)
+
+
+def _sums(library: Library, part: Part, like: Any, problem: Problem, run: Run) -> Any:
+    """What a part gives of each row of queries or keys: (batch, heads, row)."""
+    rows = problem.seqlen_k if part.walk == "columns" else problem.seqlen_q
+    sums = library.zeros((problem.batch, problem.heads, rows), like)
+    run(part, {"sums": sums})
+    return sums
+
+
+def _in_order(library: Library, part: Part, like: Any, problem: Problem, run: Run) -> Any:
+    """A gradient from additions of integers, whose order does not matter.
+
+    One stands for 2^-61 of the sum of all |terms|, so that no element gets more than 63 bits. That sum is added up in a
+    fixed order, and as it says how large all of them are, terms of its 2^-37th part still have the digits of float32.
+    Where it is infinite or NaN, so is the gradient.
+    """
+    magnitudes = _sums(library, replace(part, dtype=F32, magnitude=True), like, problem, run)
+    largest = magnitudes.sum().reshape(1) + SMALLEST  # of a gradient of zeros, for which any unit will do
+    integers = library.zeros(tuple(like.shape), like, library.module().int64)
+    run(part, {"grad": integers, "unit": 2.0**BITS / largest})
+    return integers * (largest * 2.0**-BITS)
 
 
 @cache
@@ -104,17 +120,16 @@ def program(spec: Spec, arch: Arch, part: Part) -> Program:
     return Program(build.backward_aux(spec, arch, part))
 
 
-def launching(call: Call, library: Library, arrays: dict[str, Any]) -> Run:
+def launching(call: Call, library: Library, arrays: dict[str, Any], drop: Drop | None) -> Run:
     """How the kernels of a call's parts run on the GPU, behind those of its backward."""
 
-    def run(part: Part, target: Any) -> None:
-        shape = tuple(target.shape)
+    def run(part: Part, own: dict[str, Any]) -> None:
+        shape = tuple(own[part.target].shape)
         bound = call.parts.get((part, shape))
         if bound is None:
             bound = call.parts[part, shape] = _bound(call, part, shape)
-        given = arrays | {part.target: target}
-        pointers = library.pointers([given[name] for name in bound.program.tensors])
-        bound.launch(pointers, library.stream(call.device), call.device)
+        pointers = library.pointers(bound.arguments(arrays | own))
+        bound.launch(pointers, library.stream(call.device), call.device, drop)
 
     return run
 
@@ -123,18 +138,22 @@ def _bound(call: Call, part: Part, shape: Shape) -> Bound:
     assert call.made is not None
     (spec, arch), (strides, scalars) = call.made, call.known
     last = (min(size - 1, LARGEST) for size in shape)
-    own = {"sums": gapless(shape)[:2], "grad": (*gapless(shape), *last)}
+    own = {"sums": gapless(shape)[:2], "grad": (*gapless(shape), *last), "unit": (1, 0)}
     made = program(spec, arch, part)
-    known = {**strides, **workspaces.strides(made, call.workspaces), part.target: own[part.target]}
-    return made.bind(known, scalars)
+    return made.bind({**strides, **workspaces.strides(made, call.workspaces), **own}, scalars)
 
 
-def interpreting(spec: Spec, arch: Arch, call: Call, library: Library, hosted: dict[str, Any]) -> Run:
+def interpreting(
+    spec: Spec, arch: Arch, call: Call, library: Library, hosted: dict[str, Any], drop: Drop | None
+) -> Run:
     """How they run on the interpreter. hosted: what its backward has left."""
     from flashgen.runtime import interpret
 
-    def run(part: Part, target: Any) -> None:
-        interpret.part(build.backward_aux(spec, arch, part), library, call, hosted, part.target, target)
+    padding = build.backward(spec, arch)[1].plan.sizes["block_q"]
+
+    def run(part: Part, own: dict[str, Any]) -> None:
+        stages = build.backward_aux(spec, arch, part)
+        interpret.part(stages, library, call, hosted, part.target, own, drop, padding)
 
     return run
 

@@ -76,11 +76,21 @@ def backward(
     return arrays
 
 
-def part(stages: Stages, library: Library, call: Any, arrays: dict[str, np.ndarray], name: str, target: Any) -> None:
-    """Run one more kernel on what the backward has left; it fills a target, or adds to it."""
-    hosted = library.to_numpy(target).copy()
-    _run(stages, arrays | {name: hosted}, call, None)
-    target[...] = library.from_numpy(hosted, target)
+def part(
+    stages: Stages,
+    library: Library,
+    call: Any,
+    arrays: dict[str, np.ndarray],
+    target: str,
+    own: dict[str, Any],
+    drop: Drop | None,
+    padding: int,
+) -> None:
+    """Run one more kernel on what the backward has left, and on arrays of its own; it fills a target, or adds to it."""
+    types = {name: "int64" if library.dtype_name(array) == "int64" else "float32" for name, array in own.items()}
+    hosted = {name: library.to_numpy(array, types[name]).copy() for name, array in own.items()}
+    _run(stages, arrays | hosted, call, drop, padding)
+    own[target][...] = library.from_numpy(hosted[target], own[target])
 
 
 def block_counts(stages: Stages, library: Library, given: dict[str, Any], visible: Any, sizes: dict[str, int]) -> None:

@@ -28,15 +28,22 @@ __device__ __forceinline__ bool speaks_for_rows() {
   return threadIdx.x % 4 == 0 && Rows::first_col() == 0;
 }
 
+__device__ __forceinline__ void add_element(float* target, float x) { reduce_add<1>(target, &x); }
+// Of integers, of which the sum is the same in any order.
+__device__ __forceinline__ void add_element(int64* target, float x) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(target), static_cast<unsigned long long>(__float2ll_rn(x)));
+}
+
 // Additions to places in global memory. Those of one thread to the same place in a row are one, and at the end those of
 // the threads of a warp, if all of them are to one place: tables of few elements have them mostly.
+template <class T>
 struct RunningSum {
-  float* place = nullptr;
+  T* place = nullptr;
   float sum = 0.0f;
-  __device__ __forceinline__ void add(float* target, float x) {
+  __device__ __forceinline__ void add(T* target, float x) {
     if (x == 0.0f) return;
     if (target != place) {
-      if (place != nullptr) reduce_add<1>(place, &sum);
+      if (place != nullptr) add_element(place, sum);
       place = target;
       sum = 0.0f;
     }
@@ -46,13 +53,13 @@ struct RunningSum {
     const uint32 having = __ballot_sync(0xffffffffu, place != nullptr);
     if (having == 0) return;
     const int first = __ffs(int(having)) - 1;
-    float* common = reinterpret_cast<float*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(place), first));
+    T* common = reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(place), first));
     if (__all_sync(0xffffffffu, place == nullptr || place == common)) {
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-      if (int(threadIdx.x) % 32 == first) reduce_add<1>(common, &sum);
+      if (int(threadIdx.x) % 32 == first) add_element(common, sum);
     } else if (place != nullptr) {
-      reduce_add<1>(place, &sum);
+      add_element(place, sum);
     }
   }
 };

@@ -134,18 +134,111 @@ def test_gradients_without_autograd(inputs):
     assert found["bias"].shape == bias.shape and found["bias"].any()
 
 
-def test_deterministic_where_the_order_is_fixed(inputs):
+def by_distance(score, b, h, q_idx, kv_idx, table):
+    """The farthest share the last element."""
+    return score + table[h, abs(q_idx - kv_idx)]
+
+
+def far(table, seqlen_q=21, seqlen_k=30):
+    """What by_distance adds: (heads, seqlen_q, seqlen_k)."""
+    away = (torch.arange(seqlen_q)[:, None] - torch.arange(seqlen_k)).abs()
+    return table.double()[:, away.clamp(max=table.shape[1] - 1)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_arrays_beside_each_other(inputs, deterministic):
+    """A table, whose gradient is a sum of integers where it has to repeat; the bias, and sinks, beside it."""
     q, k, v, do = inputs
-    bias, table = torch.randn(4, 21, 30).requires_grad_(), torch.randn(4, 9).requires_grad_()
-    kernel = flashgen.compile(16, dtype="float16", deterministic=True, bias=True)
-    torch.autograd.grad(kernel(q, k, v, bias=bias), bias, do)
-    kernel = flashgen.compile(
-        16, dtype="float16", deterministic=True, score_mod=lambda s, b, h, q, k, table: s + table[h, abs(q - k)]
+    table, bias, sinks = torch.randn(4, 9).requires_grad_(), torch.randn(21, 30).requires_grad_(), torch.zeros(4)
+    options = {"score_mod": by_distance, "bias": True, "sinks": True, "deterministic": deterministic}
+    kernel = flashgen.compile(16, dtype="float16", **options)
+    given = {"score_aux": (table,), "bias": bias, "sinks": sinks}
+    found = torch.autograd.grad(kernel(q, k, v, **given), (table, bias), do)
+    extra = torch.zeros(2, 1, 4, 16).half()  # a key of zeros, of which the score is that of a sink of 0
+
+    def change(s):
+        return torch.cat([s[..., :30] + far(table) + bias.double(), s[..., 30:]], -1)
+
+    with_sink = [torch.cat([x.repeat_interleave(2, 2), extra], 1) for x in (k, v)]
+    hidden = torch.cat([distance() < 0, torch.zeros(21, 1, dtype=torch.bool)], 1)
+    expected = dense(q, *with_sink, False, lambda s: change(s).masked_fill(hidden, -math.inf))
+    agrees(found, torch.autograd.grad(expected, (table, bias), do.double()))
+    detached = {name: x.detach() for name, x in given.items() if name != "score_aux"} | {"score_aux": (table.detach(),)}
+    o, lse = kernel.forward(q, k, v, **detached)
+    *own, arrays = kernel.backward(q, k, v, o, lse, do, **detached, aux_grads=("bias", "score_aux[0]"))
+    assert len(own) == 4 and list(arrays) == ["bias", "score_aux[0]"]
+    assert torch.equal(arrays["score_aux[0]"], found[0]) and torch.equal(arrays["bias"], found[1])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_beside_dropout(inputs, deterministic):
+    """The gradients are those of the mask that the call draws; with p = 0 nothing is drawn."""
+    q, k, v, do = inputs
+    every = table, slopes = torch.randn(4, 9).requires_grad_(), torch.rand(4).requires_grad_()
+    options = {"score_mod": by_distance, "alibi": True, "dropout": True, "deterministic": deterministic}
+    kernel = flashgen.compile(16, False, dtype="float16", **options)
+    for p in (0.25, 0.0):
+        drop = {"dropout_p": p, "dropout_seed": 2**40 + 3}
+        keep = torch.from_numpy(flashgen.dropout_mask(2**40 + 3, 0, p, 2, 4, 21, 30)) / (1.0 - p)
+        o = kernel(q, k, v, score_aux=(table,), alibi_slopes=slopes, **drop)
+        s = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(2, 2)) / 4
+        s = s + far(table) - slopes.double()[:, None, None] * distance().abs()
+        dropped = torch.einsum("bhqk,bkhd->bqhd", torch.softmax(s, -1) * keep, v.double().repeat_interleave(2, 2))
+        agrees([o], [dropped])
+        found, expected = (torch.autograd.grad(*pair) for pair in ((o, every, do), (dropped, every, do.double())))
+        agrees(found, expected, farthest=30)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(causal, deterministic):
+    """One table for all of them, in which each counts from its own beginning, and a number for each sequence."""
+    queries, keys = (5, 0, 40, 1, 0), (7, 3, 33, 0, 4)
+
+    def shifted(score, b, h, q_idx, kv_idx, table, of_each):
+        return by_distance(score, b, h, q_idx, kv_idx, table) + of_each[b] * kv_idx * 0.1
+
+    q, do = (torch.randn(46, 4, 16).half() for _ in range(2))
+    k, v = (torch.randn(47, 2, 16).half() for _ in range(2))
+    told = [torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32) for lengths in (queries, keys)]
+    every = table, of_each = torch.randn(4, 9).requires_grad_(), torch.randn(5).requires_grad_()
+    options = {"varlen": True, "score_mod": shifted, "deterministic": deterministic}
+    kernel = flashgen.compile(16, causal, dtype="float16", **options)
+    found = torch.autograd.grad(kernel(q, k, v, *told, score_aux=every), every, do)
+    expected = [torch.zeros(x.shape, dtype=torch.float64) for x in every]
+    for b, (rows, cols) in enumerate(zip(queries, keys, strict=True)):
+        begins = (told[0], told[1], told[1], told[0])
+        own = [x[begin[b] : begin[b + 1]][None] for x, begin in zip((q, k, v, do), begins, strict=True)]
+        s = torch.einsum("bqhd,bkhd->bhqk", own[0].double(), own[1].double().repeat_interleave(2, 2)) / 4
+        s = s + far(table, rows, cols) + of_each.double()[b] * torch.arange(cols) * 0.1
+        hidden = (distance(rows, cols) < 0) & torch.tensor(causal)
+        p = torch.softmax(s.masked_fill(hidden, -math.inf), -1).nan_to_num(0.0)
+        o = torch.einsum("bhqk,bkhd->bqhd", p, own[2].double().repeat_interleave(2, 2))
+        for total, x in zip(expected, torch.autograd.grad(o, every, own[3].double()), strict=True):
+            total += x
+    agrees(found, expected, farthest=4)
+    given = {"score_aux": tuple(x.detach() for x in every)}
+    o, lse = kernel.forward(q, k, v, *told, **given)
+    *own, arrays = kernel.backward(q, k, v, o, lse, do, None, *told, **given, aux_grads=("score_aux[1]",))
+    assert len(own) == 3 and torch.equal(arrays["score_aux[1]"], found[1])
+
+
+def test_beside_a_block_mask(inputs):
+    """All blocks are looked at, with the same mask."""
+    q, k, v, do = inputs
+    bias = torch.randn(4, 21, 30).requires_grad_()
+    kernel = flashgen.compile(16, True, dtype="float16", window=(6, 0), bias=True)
+    blocks = flashgen.block_mask(None, None, 1, 1, 21, 30, causal=True, window=(6, 0), block_size=16, like=q)
+    listed, plain = (
+        torch.autograd.grad(kernel(q, k, v, bias=bias, block_mask=given), bias, do)[0] for given in (blocks, None)
     )
-    refused(kernel, q, k, v, score_aux=(table,), mentions=["score_aux's table", "deterministic=False"])
-    o, lse = kernel.forward(q, k, v, score_aux=(table.detach(),))
-    given = {"score_aux": (table.detach(),), "aux_grads": ("score_aux[0]",)}
-    refused(kernel.backward, q, k, v, o, lse, do, **given, mentions=["score_aux's table", "deterministic=False"])
+    assert plain.any()
+    torch.testing.assert_close(listed, plain, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["bias", "alibi"])
+def test_options_of_one_length_are_refused_for_packed_sequences(name):
+    refused(flashgen.compile, 16, varlen=True, **{name: True}, mentions=[f"{name} = True with varlen", "each sequence"])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from attention_cases import Problem
 from functions import traced
 from lowered_cases import OUTPUTS, ROOMY, machine_equals_tile
 from test_functions import tiled
+from varlen_cases import Sequences
 
 from flashgen import lower, trace
 from flashgen.attention.backward_aux import backward_aux
@@ -60,10 +61,10 @@ def gradient(problem, name, run):
     arrays = {**problem.arrays, **tiled(problem, 8, 16)}
     walks = []
 
-    def run_part(part, target):
+    def run_part(part, own):
         kernel = backward_aux(problem.spec, part)
-        walks.append(part.walk)
-        run(kernel, planned(kernel, problem), arrays, part.target, target)
+        walks.append(part.walk if not part.magnitude else "magnitudes")
+        run(kernel, planned(kernel, problem), arrays | own, part.target, own[part.target])
 
     like = problem.aux[name]
     return aux_gradients.gradient(LIBRARIES["numpy"], problem.spec, name, like, sizes_of(problem), run_part), walks
@@ -92,8 +93,7 @@ def on_both(problem):
 
 def dense(problem, name):
     q, k, v, dout = (problem.arrays[key].transpose(0, 2, 1, 3) for key in ("q", "k", "v", "dout"))
-    options = {key: getattr(problem.spec, key) for key in ("causal", "mask", "score")} | {"scale": problem.scale}
-    return reference.backward_aux(q, k, v, dout, problem.arrays["dlse"], array=name, aux=problem.aux, **options)
+    return reference.backward_aux(q, k, v, dout, problem.arrays["dlse"], array=name, **problem.options())
 
 
 def assert_close(found, expected, dtype):
@@ -130,22 +130,89 @@ def test_the_machine_makes_the_same_of_a_bias(ones):
     assert_close(found, dense(problem, "score_biases"), BF16)
 
 
+OTHERS = [
+    ("slopes", "score_of_heads", ["rows"]),
+    ("relative", "score_table", ["diagonals"]),
+    ("buckets", "score_table", ["rows", "diagonals"]),
+]
+
+
 @pytest.mark.parametrize("lengths", [(21, 30), (30, 13), (5, 50)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("name", "array", "walks"),
-    [
-        ("slopes", "score_of_heads", ["rows"]),
-        ("relative", "score_table", ["diagonals"]),
-        ("buckets", "score_table", ["rows", "diagonals"]),
-    ],
-)
-def test_other_arrays(name, array, walks, causal, lengths):
+@pytest.mark.parametrize(("name", "array", "walks"), OTHERS)
+def test_other_arrays(name, array, walks, causal, deterministic, lengths):
     """Loaded with an index that is computed, or loaded too; at two places; and out of range, where the last counts."""
-    problem = Problem(Spec(16, 16, F16, **traced(causal, None, name)), 2, 4, 2, *lengths)
+    spec = Spec(16, 16, F16, deterministic=deterministic, **traced(causal, None, name))
+    problem = Problem(spec, 2, 4, 2, *lengths)
     found, taken = gradient(problem, array, on_both(problem))
-    assert sorted(taken) == sorted(walks)
+    magnitudes = ["magnitudes"] * (deterministic and "diagonals" in walks)
+    assert sorted(taken) == sorted(walks + magnitudes)
     assert_close(found, dense(problem, array), F16)
+
+
+@pytest.mark.parametrize(("ones", "causal"), [((1, 1, 0, 0), True), ((1, 1, 1, 0), False), ((0, 0, 0, 0), False)])
+def test_a_bias_beside_dropout_and_sinks(ones, causal):
+    spec = Spec(16, 16, F16, sinks=F32, dropout=True, **traced(causal, "left", "bias"))
+    problem = with_bias(spec, ones)
+    found, _ = gradient(problem, "score_biases", on_both(problem))
+    assert_close(found, dense(problem, "score_biases"), F16)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("name", "array", "_walks"), OTHERS)
+def test_other_arrays_beside_dropout(name, array, _walks, deterministic):
+    spec = Spec(16, 16, F16, dropout=True, deterministic=deterministic, **traced(True, None, name))
+    problem = Problem(spec, 2, 4, 2, 21, 30)
+    found, _ = gradient(problem, array, on_both(problem))
+    assert_close(found, dense(problem, array), F16)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 3e4])
+def test_integers_stand_for_as_much_as_there_is(size):
+    """Gradients far below those that float16 has, and far above: the sums of integers are as those of floats."""
+    found = []
+    for deterministic in (False, True):
+        spec = Spec(16, 16, F16, deterministic=deterministic, **traced(True, None, "relative"))
+        problem = Problem(spec, 2, 4, 2, 21, 30)
+        for name in ("dout", "dlse"):
+            problem.arrays[name] = (problem.arrays[name] * size).astype(np.float32)
+        found.append(gradient(problem, "score_table", on_tile(problem))[0])
+    assert found[0].any()
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6 * np.abs(found[0]).max())
+
+
+@pytest.mark.parametrize("wrong", [np.inf, np.nan])
+def test_what_is_not_finite_is_not_hidden_by_integers(wrong):
+    problem = Problem(Spec(16, 16, F16, deterministic=True, **traced(True, None, "relative")), 2, 4, 2, 21, 30)
+    problem.arrays["dout"][0, 0, 3] = wrong
+    with np.errstate(invalid="ignore"):
+        found, _ = gradient(problem, "score_table", on_tile(problem))
+    assert not np.isfinite(found).any()
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("name", "array"), [*(case[:2] for case in OTHERS), ("keys", "score_table")])
+def test_arrays_of_packed_sequences(name, array, causal, deterministic, used):
+    """Each sequence has its own distances, and what hides behind its end adds nothing; so do keys that are not used."""
+    functions = traced(causal, None, None if name == "keys" else name)
+    if name == "keys":
+        functions["score"] = trace.score(lambda score, b, h, q_idx, kv_idx, table: score + table[h, kv_idx // 4])
+    spec = Spec(16, 16, F16, deterministic=deterministic, varlen=True, used=used, **functions)
+    lengths = {
+        "queries": (5, 0, 8, 21, 0, 1),
+        "keys": (9, 4, 8, 30, 0, 17),
+        "used": (3, 4, 0, 30, 0, 9) if used else (),
+    }
+    problem = Sequences(spec, heads=4, heads_kv=2, **lengths)
+    found, walks = gradient(problem, array, on_both(problem))
+    assert "diagonals" not in walks and ("magnitudes" in walks) == deterministic
+    expected = sum(
+        reference.backward_aux(*given, array=array, **options) for given, options in map(problem.alone, range(6))
+    )
+    assert_close(found, expected, F16)
 
 
 @pytest.mark.parametrize("mask", ["document", "nothing"])

@@ -1,5 +1,7 @@
 """The kernels of gradients of arrays, through the real NVRTC: no spills, on the chips' portable kernels."""
 
+from dataclasses import replace
+
 import pytest
 from functions import READING_SCORES
 
@@ -75,3 +77,24 @@ def test_sixteen_bit_gradients_and_rows_that_are_not_aligned(aligned):
     (part,) = parts_of(spec, {"score_biases": WHOLE})
     assert isinstance(part, Part) and part.dtype == BF16 != F32
     assert spills(spec, "sm_90a", part) == (0, 0)
+
+
+@pytest.mark.parametrize("options", [{"dropout": True}, {"varlen": True, "used": True}], ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_beside_dropout_and_packed_sequences(arch, options):
+    """Each nest, of three arrays at once."""
+    _, _, score = variants.functions(True, score_mod=READING_SCORES["relative"], bias=True, alibi=True)
+    spec = Spec(64, 64, BF16, True, score=score, **options)
+    for part in parts_of(spec, {"bias": (1, 1, 21, 30), "alibi_slopes": (2, 4), "score_table": (4, 9)}):
+        assert spills(spec, arch, part) == (0, 0), part
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": True}, {"varlen": True}], ids=str)
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 64), ("sm_90a", 128), ("sm_90a", 256)])
+def test_deterministic_tables_do_not_spill(arch, head_dim, options):
+    """The additions of integers, and the sums of magnitudes that say what these stand for."""
+    _, _, score = variants.functions(True, score_mod=scores.relative_bias())
+    spec = Spec(head_dim, head_dim, BF16, True, True, score=score, **options)
+    (part,) = parts_of(spec, {"score_table": (32, 4)})
+    assert part.ordered
+    assert spills(spec, arch, part) == spills(spec, arch, replace(part, dtype=F32, magnitude=True)) == (0, 0)
