@@ -155,7 +155,8 @@ class Kernel(Runner):
         not exist where attention_backward_dq makes dq: where deterministic, and on sm_90a with a head dim over 128.
         Sinks take a number more for each 64 queries of a head.
         The forward allocates nothing but its results. Gradients of arrays that the score function reads take more: a
-        float32 array like each, or (batch, heads, rows) sums, rows being queries or keys.
+        float32 array like each, or (batch, heads, rows) sums, rows being queries or keys; deterministic ones may take
+        these, and an int64 array like each.
 
         It holds for arrays with 16-byte aligned rows; others are copied, or take another plan. No GPU is needed, and
         nothing is compiled. Raises ValueError or TypeError for sizes that a call may not have.
