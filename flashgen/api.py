@@ -39,6 +39,8 @@ def compile(
     softcap: float | None = None,
     mask_mod: Callable | None = None,
     score_mod: Callable | None = None,
+    bias: bool = False,
+    alibi: bool = False,
     varlen: bool = False,
     sinks: bool = False,
     dropout: bool = False,
@@ -52,7 +54,8 @@ def compile(
     arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a" (Hopper's own instructions) or "sm_120"; None is the
         current GPU's own, or sm_80 without a GPU.
     target: "cuda", "interpret" (the CPU interpreter), or "auto": by where the arrays are.
-    deterministic: the backward repeats bit for bit, at the price of computing the scores twice.
+    deterministic: the backward repeats bit for bit, at the price of computing the scores twice; and once more for the
+        gradient of an array that score_mod does not index by b, h, q_idx, kv_idx and constants alone.
     window: (left, right), the keys that a query sees on both sides of the last one that `causal` would show it; None is
         any number.
     softcap: scores become softcap * tanh(score / softcap), before score_mod.
@@ -61,6 +64,9 @@ def compile(
         Python that is traced, with flashgen.where, exp, tanh and so on; the backward is derived. Further arguments of
         either are arrays, which a call brings: kernel(q, k, v, mask_aux=(...), score_aux=(...)). Until then their
         types are assumed; for others the kernel makes another of itself.
+    bias: a number from an array is added to each score: kernel(q, k, v, bias=...).
+    alibi: slope * |q_idx + seqlen_k - seqlen_q - kv_idx| is taken from each score: kernel(q, k, v, alibi_slopes=...).
+        Both come last. Arrays that the scores read get gradients: with torch, or of `Kernel.backward` with aux_grads.
     varlen: sequences of different lengths are packed one behind the other, and the kernel, a VarlenKernel, is called as
         `varlen_attention` is.
     sinks: each head has a logit that takes part in the denominators of its softmax alone, which a call brings:
@@ -77,15 +83,15 @@ def compile(
         raise TypeError(f"dropout = {dropout!r:.40} must be True or False; the call says how much, dropout_p=p")
     if not isinstance(sinks, bool):
         raise TypeError(f"sinks = {sinks!r:.40} must be True or False; the call brings the array, kernel(..., sinks=t)")
-    for name, flag in (("dropout", dropout), ("sinks", sinks)):
-        if flag and varlen:
+    for name, flag in (("dropout", dropout), ("sinks", sinks), ("bias", bias), ("alibi", alibi)):
+        if flag is True and varlen:
             raise ValueError(f"{name} = True with varlen is not supported; call a kernel with {name} for each sequence")
     if debug.interpret():
         target = "interpret"
     width = head_dim if head_dim_v is None else head_dim_v
 
     def traced(mask_dtypes: DTypes | None, score_dtypes: DTypes | None) -> Spec:
-        options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes)
+        options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes, bias, alibi)
         bottom_right, mask, score = variants.functions(causal, *options)
         same = (head_dim, width, parse_dtype(dtype), bottom_right, deterministic)
         more: dict[str, Any] = {"sinks": F32 if sinks else None, "dropout": dropout}
@@ -128,6 +134,8 @@ def attention(
     score_mod: Callable | None = None,
     mask_aux: Aux = None,
     score_aux: Aux = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
@@ -139,14 +147,14 @@ def attention(
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
     CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, sinks, dropout and
-    block_mask as a kernel.
+    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, bias, alibi_slopes, sinks,
+    dropout and block_mask as a kernel does.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
-    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
-    arrays["block_mask"] = block_mask
+    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks, "block_mask": block_mask}
+    arrays |= {"bias": bias, "alibi_slopes": alibi_slopes}
     if parse(dropout_p, dropout_seed, dropout_offset) is not None:
         options["dropout"] = True
         arrays |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
@@ -158,12 +166,14 @@ def attention(
     check_dimensions("q", q)
     check_dimensions("v", v)
     dims, surroundings = (q.shape[3], v.shape[3]), (current_arch(), debug.interpret())
-    if isinstance(causal, bool) and sinks is None and all(option is None for option in options.values()):
+    added = {"bias": bias is not None, "alibi": alibi_slopes is not None, "sinks": sinks is not None}
+    plain = all(option is None for option in options.values()) and not any(added.values())
+    if isinstance(causal, bool) and plain:
         _check_layout(layout)
         kernel = _compiled(*dims, q.dtype, causal, layout, *surroundings)
     else:  # traced each time: what a function refers to may have changed
         dtype = str(q.dtype).removeprefix("torch.")
-        options["sinks"] = sinks is not None
+        options |= added
         kernel = compile(dims[0], causal, head_dim_v=dims[1], dtype=dtype, layout=layout, **options)
     return kernel(q, k, v, scale=scale, return_lse=return_lse, **arrays)
 

@@ -54,7 +54,7 @@ def block_mask(
         return untraced(block_mask)(mask_mod, aux, batch, heads, seqlen_q, seqlen_k, **options)
     from flashgen.runtime.blocks import BlockMask
 
-    dtypes = auxiliary.dtypes("aux", aux)
+    dtypes = auxiliary.dtypes_of("aux", aux)
     bottom_right, mask, _ = variants.functions(causal, window, None, mask_mod, None, dtypes)
     spec = Spec(causal=bottom_right, mask=mask)
     given = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}

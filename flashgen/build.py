@@ -9,6 +9,7 @@ from functools import cache
 
 from flashgen import debug, lower
 from flashgen.attention import backward as backward_nests
+from flashgen.attention import backward_aux as backward_aux_nest
 from flashgen.attention import blocks as blocks_nest
 from flashgen.attention import forward as forward_nest
 from flashgen.attention import sinks as sink_nests
@@ -199,6 +200,15 @@ def block_counts(spec: Spec, arch: Arch, block_size: int) -> Stages:
     kernel = blocks_nest.blocks(spec)
     portable = portable_record(arch) if arch.portable else arch
     return _finish(kernel, blocks_plan.plan(kernel.name, portable, block_size), spec)
+
+
+@cache
+def backward_aux(spec: Spec, arch: Arch, part: backward_aux_nest.Part) -> Stages:
+    """The kernel of one part of the gradient of an array; every chip runs the portable one."""
+    spec = replace(spec, packed=1, length="", deterministic=False, sinks=None, listed=False)
+    nest = backward_aux_nest.backward_aux(spec, part)
+    portable = portable_record(arch) if arch.portable else arch
+    return _finish(nest, planner.plan(nest, spec, portable, may_spill=True), spec)
 
 
 def everything(spec: Spec, arch: Arch) -> dict[str, Stages]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -31,6 +31,8 @@ class Given(TypedDict, total=False):
 
     mask_aux: Aux
     score_aux: Aux
+    bias: Any
+    alibi_slopes: Any
     sinks: Any
     dropout_p: float | None
     dropout_seed: int | None
@@ -152,7 +154,9 @@ class Kernel(Runner):
         writes; dq_workspace, to which attention_backward adds dq, with head_dim padded as its plan says. The last does
         not exist where attention_backward_dq makes dq: where deterministic, and on sm_90a with a head dim over 128.
         Sinks take a number more for each 64 queries of a head.
-        The forward allocates nothing but its results.
+        The forward allocates nothing but its results. Gradients of arrays that the score function reads take more: a
+        float32 array like each, or (batch, heads, rows) sums, rows being queries or keys; deterministic ones may take
+        these, and an int64 array like each.
 
         It holds for arrays with 16-byte aligned rows; others are copied, or take another plan. No GPU is needed, and
         nothing is compiled. Raises ValueError or TypeError for sizes that a call may not have.
@@ -175,6 +179,8 @@ class Kernel(Runner):
         return_lse: bool = False,
         mask_aux: Aux = None,
         score_aux: Aux = None,
+        bias: Any = None,
+        alibi_slopes: Any = None,
         sinks: Any = None,
         dropout_p: float | None = None,
         dropout_seed: int | None = None,
@@ -185,6 +191,9 @@ class Kernel(Runner):
 
         mask_aux, score_aux: the arrays that mask_mod and score_mod take behind the others: float32, bfloat16,
         float16 or int32, of as many dimensions as they are indexed by, with any strides.
+        bias: of a kernel with bias=True, (batch, heads, seqlen_q, seqlen_k), each of them whole or 1; missing leading
+        axes count as 1. alibi_slopes: of one with alibi=True, float32 (heads,) or (batch, heads).
+        With torch all floating-point arrays that score_mod reads, bias and alibi_slopes get gradients.
         sinks: of a kernel compiled with them, (heads,), float32 or the storage type: a logit for each head of q that
         takes part in the denominators, differentiable. The LSE counts it in; a query that sees no key has it as LSE.
         dropout_p, dropout_seed, dropout_offset: of a kernel compiled with dropout. The part of the probabilities that
@@ -194,7 +203,7 @@ class Kernel(Runner):
         """
         given: Given = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
         given |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
-        given["block_mask"] = block_mask
+        given |= {"bias": bias, "alibi_slopes": alibi_slopes, "block_mask": block_mask}
         if traced_by_torch():
             return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **given)
         kernel, read, options = self.resolve(**given)
@@ -226,6 +235,7 @@ class Kernel(Runner):
         dlse: Any = None,
         *,
         scale: float | None = None,
+        aux_grads: Collection[str] = (),
         **given: Unpack[Given],
     ) -> tuple[Any, ...]:
         """dq, dk, dv (and dsinks) from the forward's inputs and outputs, the gradient of o, and optionally that of lse.
@@ -234,16 +244,32 @@ class Kernel(Runner):
         (batch, heads, seqlen_q), dlse None for zero. Where a kernel cannot read one of these in place it is copied.
         given: as the forward was given.
         dsinks: (heads,), of the type of the sinks, summed in float32 in a fixed order.
+        aux_grads: arrays of which gradients are wanted too, as "bias", "alibi_slopes" or "score_aux[0]". The last
+        result is then a dict by these words, each gradient like its array in shape and type.
         """
         kernel, read, options = self.resolve(**given)
         arrays = {"q": q, "k": k, "v": v, "o": o, "dout": dout, "lse": lse} | read
         arrays |= {} if dlse is None else {"dlse": dlse}
-        return tuple(kernel.backward_of(arrays, scale, options).values())
+        *own, found = kernel.gradients(arrays, scale, options, aux_grads)
+        for word in found.keys() & auxiliary.BUILT_IN.keys():  # which may have fewer axes than a kernel reads
+            found[word] = found[word].reshape(given[word].shape)  # type: ignore[literal-required]
+        return (*own, found) if aux_grads else tuple(own)
+
+    def gradients(
+        self, arrays: dict[str, Any], scale: float | None, options: Options, aux_grads: Collection[str]
+    ) -> tuple[Any, ...]:
+        """Those of q, k, v, and of sinks where they are among the arrays; and a dict of others, by these words."""
+        names = {word: auxiliary.differentiable(self.spec, word) for word in aux_grads}
+        found = self.backward_of(arrays, scale, options, tuple(names.values()))
+        of_arrays = {word: found.pop(name) for word, name in names.items()}
+        return (*found.values(), of_arrays)
 
     def resolve(
         self,
         mask_aux: Aux = None,
         score_aux: Aux = None,
+        bias: Any = None,
+        alibi_slopes: Any = None,
         sinks: Any = None,
         dropout_p: float | None = None,
         dropout_seed: int | None = None,
@@ -254,13 +280,14 @@ class Kernel(Runner):
 
         One object for each spec. Where nothing is dropped it is one without dropout.
         """
-        if not self._reads and mask_aux is score_aux is sinks is dropout_p is dropout_seed is block_mask is None:
+        without_arrays = mask_aux is score_aux is bias is alibi_slopes is sinks is None
+        if not self._reads and without_arrays and dropout_p is dropout_seed is block_mask is None:
             return self, {}, PLAIN
-        arrays = auxiliary.named(self.spec, mask_aux, score_aux)
+        arrays = auxiliary.named(self.spec, mask_aux, score_aux, bias, alibi_slopes)
+        types = auxiliary.dtypes(self.spec, arrays)
         of_sinks = sink_arrays.dtype(self.spec, sinks)
         arrays |= {} if sinks is None else {"sinks": sinks}
         drop = dropping.asked(self.spec, dropout_p, dropout_seed, dropout_offset)
-        types = auxiliary.dtypes("mask_aux", mask_aux), auxiliary.dtypes("score_aux", score_aux)
         if block_mask is not None:
             check_block_mask(block_mask)
         kernel = self._of((*types, of_sinks, drop is not None, block_mask is not None))

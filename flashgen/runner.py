@@ -102,12 +102,15 @@ class Runner:
             bound.launch(pointers, library.stream(call.device), call.device, options.drop)
         return o, lse
 
-    def backward_of(self, arrays: dict[str, Any], scale: float | None, options: Options = PLAIN) -> dict[str, Any]:
-        """The gradients of q, k, v, and of sinks where they are among the arrays, by these names.
+    def backward_of(
+        self, arrays: dict[str, Any], scale: float | None, options: Options = PLAIN, wanted: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """The gradients of q, k, v, of sinks where they are among the arrays, and of wanted arrays, by these names.
 
         arrays: those of the forward, o, lse, dout, and dlse, which is zero where it is missing.
+        wanted: of what the score function reads.
         """
-        q, sinks = arrays["q"], arrays.get("sinks")
+        q, sinks, hosted = arrays["q"], arrays.get("sinks"), None
         library = library_of(q)
         call = self._bind(library, "backward", arrays, scale, options)
         arrays = arrays | {name: library.contiguous(arrays[name]) for name in call.copied}
@@ -122,7 +125,8 @@ class Runner:
         if call.launches is None:
             from flashgen.runtime import interpret
 
-            interpret.backward(self._interpreted(call), library, self.layout, call, arrays, options.drop)
+            stages = self._interpreted(call)
+            hosted = interpret.backward(stages, library, self.layout, call, arrays, options.drop)
         else:
             for name, shape in call.workspaces.items():
                 arrays[name] = library.empty(shape, q, float32=True)
@@ -130,7 +134,33 @@ class Runner:
             for bound in call.launches:
                 bound.launch(library.pointers(bound.arguments(arrays)), stream, call.device, options.drop)
         gradients = {name: arrays[f"d{name}"] for name in "qkv"}
-        return gradients if sinks is None else gradients | {"sinks": library.cast(arrays["dsinks"], sinks)}
+        gradients |= {} if sinks is None else {"sinks": library.cast(arrays["dsinks"], sinks)}
+        if wanted:
+            gradients |= self._of_wanted(wanted, library, call, arrays, options.drop, hosted)
+        return gradients
+
+    def _of_wanted(
+        self,
+        wanted: tuple[str, ...],
+        library: Library,
+        call: Call,
+        arrays: dict[str, Any],
+        drop: dropping.Drop | None,
+        hosted: Any,
+    ) -> dict[str, Any]:
+        """The gradients of arrays that the score function reads, once those of q, k and v are there.
+
+        hosted: the arrays as the interpreter has left them; None where kernels were launched.
+        """
+        from flashgen.runtime import aux_gradients
+
+        if hosted is None:
+            run = aux_gradients.launching(call, library, arrays, drop)
+        else:
+            run = aux_gradients.interpreting(self.spec, self.arch, call, library, hosted, drop)
+        return {
+            name: aux_gradients.gradient(library, self.spec, name, arrays[name], call.problem, run) for name in wanted
+        }
 
     def programs(self, stage: str, spec: Spec, arch: Arch) -> tuple[Program, ...]:
         """What a call launches; the tuner overrides it."""
@@ -201,6 +231,7 @@ class Runner:
         made = self.programs(stage, self._for_sizes(spec, arch, problem, queries) if stage == "forward" else spec, arch)
         read |= self._take_lists(call, [program.stages for program in made], options)
         call.launches = self._launches(stage, made, call, strides | read)
+        call.made = spec, arch
         return call
 
     def _take_lists(self, call: Call, made: Iterable[build.Stages], options: Options) -> dict[str, tuple[int, ...]]:
@@ -246,6 +277,7 @@ class Runner:
             rows = problem.padded_rows(padding)
             call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, rows, problem.seqlen_q)
             known["dsinks"] = (problem.heads, problem.heads)
+        call.known = known, scalars
         return tuple(program.bind(known | workspaces.strides(program, call.workspaces), scalars) for program in made)
 
     def _arch_for(self, device: int) -> Arch:

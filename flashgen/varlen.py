@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -107,15 +108,17 @@ class VarlenKernel(Kernel):
         scale: float | None = None,
         mask_aux: Aux = None,
         score_aux: Aux = None,
-    ) -> tuple[Any, Any, Any]:
+        aux_grads: Collection[str] = (),
+    ) -> tuple[Any, ...]:
         """dq, dk, dv from the forward's inputs and outputs, the gradient of o, and that of lse, None for zero.
 
         o, dout: (total_q, heads, head_dim_v). lse, dlse: float32 (heads, total_q). The gradients of keys that
-        seqused_k leaves out are zero.
+        seqused_k leaves out are zero. aux_grads: as of a kernel for sequences of one length.
         """
         kernel, arrays = self._given(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, mask_aux, score_aux)
         arrays |= {"o": o, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-        return tuple(kernel.backward_of(arrays, scale).values())  # type: ignore[return-value]
+        *own, found = kernel.gradients(arrays, scale, PLAIN, aux_grads)
+        return (*own, found) if aux_grads else tuple(own)
 
     def _given(
         self,

@@ -1,4 +1,4 @@
-"""A bias for each bucket of distances, 8 exact and then logarithmic, by a formula (T5 learns a table of them)."""
+"""A bias for each bucket of distances, 8 exact and then logarithmic, by a formula (T5: scores.relative_bias)."""
 
 import flashgen
 

@@ -153,14 +153,19 @@ def exponent(spec: Spec) -> Expr:
 def scored(spec: Spec, transposed: bool = False) -> Expr:
     """What the score function makes of the element (i, j) of s, a product of query and key."""
     assert spec.score is not None
-    return _of_element(spec.score.expr, spec, transposed)
+    return of_element(spec.score.expr, spec, transposed)
 
 
 def slope(spec: Spec, transposed: bool = False) -> Expr:
     """The derivative of the score function by the scaled score."""
     if spec.score is None:
         return Const(1.0)
-    return _of_element(derivative(spec.score.expr, "score"), spec, transposed)
+    return of_element(derivative(spec.score.expr, "score"), spec, transposed)
+
+
+def of_index(expr: Expr, spec: Spec, transposed: bool = False) -> Expr:
+    """An index as a score function has it, for the element (i, j); for row i where it does not depend on j."""
+    return substitute(expr, arguments_of(spec, transposed))
 
 
 def stays_finite(spec: Spec) -> bool:
@@ -176,8 +181,11 @@ def weighted(spec: Spec, factor: Expr) -> Expr:
     return select(p > 0.0, p * factor, 0.0)
 
 
-def _of_element(expr: Expr, spec: Spec, transposed: bool) -> Expr:
-    """The expression for the element (i, j). Where queries are columns the compiler would spill for sums of floats."""
+def of_element(expr: Expr, spec: Spec, transposed: bool = False) -> Expr:
+    """An expression over the arguments of a score function, for the element (i, j).
+
+    Where queries are columns the compiler would spill for sums of floats.
+    """
     expr = substitute(expr, arguments_of(spec, transposed))
     return _gathered(expr if transposed else _in_floats(expr))
 

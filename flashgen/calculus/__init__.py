@@ -13,15 +13,19 @@ from flashgen.calculus.intervals import (
     somewhere_hidden,
     unguarded,
 )
+from flashgen.calculus.loads import by_distance, derivative_by_load, loads_of
 
 __all__ = [
     "Ranges",
     "Term",
     "affine",
+    "by_distance",
     "derivative",
+    "derivative_by_load",
     "extreme",
     "grows",
     "limits",
+    "loads_of",
     "loop_limits",
     "orders",
     "somewhere_hidden",

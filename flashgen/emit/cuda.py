@@ -12,6 +12,7 @@ from flashgen.emit.wgmma import products
 from flashgen.ir.dtype import DType
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Note, Space, Stmt, name_of
 from flashgen.ir.visit import Body, statements
+from flashgen.machine import base
 from flashgen.machine.sm90_facts import mapped
 from flashgen.plan.plan import Plan
 from flashgen.plan.smem import SWIZZLE_ALIGNMENT
@@ -23,14 +24,14 @@ STRUCTURE = {For: "for_loop", If: "if_block", Let: "let", Note: "only_note"}
 def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
     """The CUDA of one kernel. The text depends on its arguments alone: no time, no path, no order of a set."""
     names = Names(kernel, plan)
-    family = plan.arch.family
+    headers = _headers(kernel, plan)
     render = partial(
         environment().get_template("kernel.cu.jinja").render,
         kernel=kernel,
         spec=spec,
         plan=plan,
         plan_lines=plan.text().splitlines(),
-        family=family,
+        headers=headers,
         grid=_grid(kernel, names),
         tensors=_tensors(kernel),
         scalars=[{"type": scalar.dtype.cuda, "name": scalar.name} for scalar in kernel.scalars],
@@ -45,8 +46,13 @@ def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
     )
     used = _words(render(constants=[]))
     text = render(constants=[item for item in _constants(kernel, plan, spec) if item["name"] in used])
-    headers = tuple((f"flashgen/{name}.cuh", header(f"{name}.cuh")) for name in ("common", family))
-    return Source(kernel.name, indent(text), headers)
+    return Source(kernel.name, indent(text), tuple((f"flashgen/{name}.cuh", header(f"{name}.cuh")) for name in headers))
+
+
+def _headers(kernel: Kernel, plan: Plan) -> tuple[str, ...]:
+    """What the text includes: a cubin is cached by all of it, so that what few kernels need is apart."""
+    by_element = any(isinstance(stmt, base.StoreElements | base.AddElements) for stmt in statements(kernel.body))
+    return ("common", plan.arch.family, *(("elements",) if by_element else ()))
 
 
 def _words(text: str) -> set[str]:
@@ -105,18 +111,23 @@ def _constants(kernel: Kernel, plan: Plan, spec: Spec) -> list[Fields]:
 def _tensors(kernel: Kernel) -> list[Fields]:
     """Global arrays as members of the argument struct, in the order in which the launcher packs them."""
     by_map = mapped(kernel)
+    written = {name_of(place) for stmt in statements(kernel.body) for place in stmt.writes()}
     return [
-        {"declaration": f"{_tensor_type(buffer, by_map)} {buffer.name}", "shape": ", ".join(buffer.shape) or "one"}
+        {
+            "declaration": f"{_tensor_type(buffer, by_map, written)} {buffer.name}",
+            "shape": ", ".join(buffer.shape) or "one",
+        }
         for buffer in kernel.buffers
         if buffer.space is Space.GLOBAL
     ]
 
 
-def _tensor_type(buffer: Buffer, by_map: set[str]) -> str:
+def _tensor_type(buffer: Buffer, by_map: set[str], written: set[str]) -> str:
     if buffer.name in by_map:
         return "TensorMap"
     if buffer.by_element:
-        return f"Array<{buffer.dtype.cuda}, {len(buffer.shape)}>"
+        kind = "Target" if buffer.name in written else "Array"
+        return f"{kind}<{buffer.dtype.cuda}, {len(buffer.shape)}>"
     if not buffer.shape:
         return f"{buffer.dtype.cuda}*"
     kind = "Tensor" if len(buffer.shape) == 4 else "Vector"

@@ -6,7 +6,22 @@ from dataclasses import fields
 from functools import cached_property
 
 from flashgen.emit.cexpr import c_text, no_element
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Random, Var, children, rebuild, walk
+from flashgen.ir.expr import (
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Expr,
+    I,
+    J,
+    Load,
+    Random,
+    Var,
+    children,
+    rebuild,
+    replaced,
+    walk,
+)
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
 from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
@@ -190,6 +205,8 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
     if isinstance(stmt, base.StoreRows):
         positions = _positions(stmt.dst, names.kernel.buffer(stmt.src), names)
         view |= {"positions": positions, "head_stride": f"args.{stmt.dst.buffer}.head_stride"}
+    if isinstance(stmt, base.StoreElements | base.AddElements):
+        return view | _elements(stmt, names)
     if isinstance(stmt, base.MapQuads):
         view |= _quads(stmt, names)
     if isinstance(stmt, sm90.Sm90Stmt):
@@ -207,6 +224,22 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
     return view
 
 
+def _elements(stmt: base.StoreElements | base.AddElements, names: Names) -> Fields:
+    """A register tile or row vector, and where its elements go in a global array."""
+    src = names.kernel.buffer(stmt.src)
+    view: Fields = {
+        "target": f"args.{stmt.dst}",
+        "target_type": names.kernel.buffer(stmt.dst).dtype.cuda,
+        "index": ", ".join(names.element(part, src) for part in stmt.index),
+        "src": stmt.src,
+        "src_type": names.fragments[stmt.src],
+        "src_is_tile": len(src.shape) == 2,
+    }
+    if isinstance(stmt, base.StoreElements):
+        view["inside"] = names.element(stmt.inside, src)
+    return view
+
+
 QUAD = (("i", "j"), ("i", "j + 2"), ("i + 1", "j"), ("i + 1", "j + 2"))  # a thread's elements 8 rows and columns apart
 
 
@@ -218,14 +251,10 @@ def _quads(stmt: base.MapQuads, names: Names) -> Fields:
     elements = []
     for number, (row, column) in enumerate(QUAD):
         word = number if queries_are_rows else number % 2 * 2 + number // 2
-        expr = _replaced(stmt.expr, random, Var(f"random.word[{word}]"))
+        expr = replaced(stmt.expr, random, Var(f"random.word[{word}]"))
         elements.append({"row": row, "column": column, "expr": names.element(expr, dst, column, row)})
     place = ", ".join(names.element(part, dst) for part in children(random))
     return {"place": place, "elements": elements}
-
-
-def _replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
-    return new if expr == old else rebuild(expr, lambda part: _replaced(part, old, new))
 
 
 def _product(stmt: MmaSync, names: Names) -> Fields:

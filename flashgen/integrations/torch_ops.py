@@ -13,7 +13,7 @@ from flashgen.runtime.arguments import shown, without_memory
 if TYPE_CHECKING:
     from flashgen.runner import Options, Runner
 
-GRADIENTS = ("q", "k", "v", "sinks")  # the arrays that have one
+GRADIENTS = ("q", "k", "v", "sinks")  # the arrays whose gradients every backward has
 
 
 def needs_autograd(*tensors: torch.Tensor) -> bool:
@@ -29,8 +29,8 @@ def attention(kernel: Runner, arrays: dict[str, torch.Tensor], scale: float | No
     arrays: q, k, v and what else the kernel reads, by their names in it.
     """
     for name, array in arrays.items():
-        if name not in GRADIENTS and getattr(array, "requires_grad", False):
-            raise ValueError(f"{shown(name)} requires grad, and gradients are of q, k, v and sinks alone; detach it")
+        if name.startswith("mask_") and getattr(array, "requires_grad", False):
+            raise ValueError(f"{shown(name)} requires grad, and a mask has no gradient; detach it")
     try:
         return _Attention.apply(kernel, scale, options, tuple(arrays), *arrays.values())
     except NotImplementedError:
@@ -69,5 +69,7 @@ class _Attention(torch.autograd.Function):
         arrays = dict(zip(ctx.names, inputs, strict=True))
         arrays |= {"o": o, "lse": lse, "dout": torch.zeros_like(o) if dout is None else dout}
         arrays |= {} if dlse is None else {"dlse": dlse}
-        gradients = ctx.kernel.backward_of(arrays, ctx.scale, ctx.options)
+        needed = zip(ctx.names, ctx.needs_input_grad[4:], strict=True)
+        wanted = tuple(name for name, needs in needed if needs and name not in GRADIENTS)
+        gradients = ctx.kernel.backward_of(arrays, ctx.scale, ctx.options, wanted)
         return None, None, None, None, *(gradients.get(name) for name in ctx.names)

@@ -179,8 +179,28 @@ def _select(expr: Select, scope: Scope) -> Value:
 
 def gather(array: np.ndarray, index: Sequence[Value]) -> Value:
     """Elements of a global array; an index out of range, also a negative one, reads the last of its axis."""
-    places = zip(map(np.asarray, index), array.shape, strict=True)
-    return array[tuple(np.where((part >= 0) & (part < size), part, size - 1) for part, size in places)]
+    return array[places(array, index)]
+
+
+def places(array: np.ndarray, index: Sequence[Value]) -> tuple[np.ndarray, ...]:
+    """Where an index of elements is in a global array; one out of range is the last of its axis."""
+    parts = zip(map(np.asarray, index), array.shape, strict=True)
+    return tuple(np.where((part >= 0) & (part < size), part, size - 1) for part, size in parts)
+
+
+def add_elements(array: np.ndarray, index: Sequence[Value], values: np.ndarray) -> None:
+    """array[index] += values, each element of its own, rounded for integers; zeros are not added."""
+    if array.dtype.kind == "i":
+        values = np.rint(values).astype(array.dtype)
+    *where, values = np.broadcast_arrays(*places(array, index), values)
+    added = values != 0
+    np.add.at(array, tuple(part[added] for part in where), values[added])
+
+
+def store_elements(array: np.ndarray, index: Sequence[Value], values: np.ndarray, inside: Value) -> None:
+    """array[index] = values where inside."""
+    *where, values, inside = np.broadcast_arrays(*places(array, index), values, inside)
+    array[tuple(part[inside] for part in where)] = values[inside]
 
 
 SMALL_CONDITION = 1 << 18

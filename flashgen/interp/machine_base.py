@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.interp.common import round_to
+from flashgen.interp.common import add_elements, evaluate, round_to, store_elements
 from flashgen.interp.fragments import LANES, Elements, agreed, by_lane, columns_of, get, hazard, rows_of
 from flashgen.interp.warps import Block, Meaning, Steps, Warp
 from flashgen.ir.expr import Expr
@@ -129,6 +129,23 @@ def _zero_window(block: Block, warp: Warp, stmt: base.ZeroWindow) -> None:
     block.store(warp, stmt.dst, shape, np.zeros(rows.shape, np.float32), rows, columns)
 
 
+def _store_elements(block: Block, warp: Warp, stmt: base.StoreElements) -> None:
+    scope, dtype = Elements(block, warp, stmt, stmt.src), block.buffers[stmt.dst].dtype
+    value = get(warp, stmt, stmt.src)
+    index = [evaluate(part, scope) for part in stmt.index]
+    store_elements(block.arrays[stmt.dst], index, round_to(dtype, value), evaluate(stmt.inside, scope))
+    block.trace.global_bytes_written += value.size * dtype.bytes
+
+
+def _add_elements(block: Block, warp: Warp, stmt: base.AddElements) -> None:
+    """Of a row vector one lane adds what all that hold a row agree on."""
+    scope = Elements(block, warp, stmt, stmt.src)
+    value = get(warp, stmt, stmt.src) if scope.is_tile else agreed(warp, stmt, stmt.src)[:, None]
+    index = [evaluate(part, scope) for part in stmt.index]
+    add_elements(block.arrays[stmt.dst], index, value)
+    block.trace.global_bytes_written += value.size * block.buffers[stmt.dst].dtype.bytes
+
+
 def _count(block: Block, warp: Warp, stmt: base.Counter | base.Assign) -> None:
     warp.names[stmt.name] = warp.uniform(stmt.value)
 
@@ -156,4 +173,6 @@ RUN: dict[type, Meaning] = {
     base.AddFragment: _add_fragment,
     base.LoadFragment: _load_fragment,
     base.ZeroWindow: _zero_window,
+    base.StoreElements: _store_elements,
+    base.AddElements: _add_elements,
 }

@@ -31,8 +31,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flashgen.calculus import derivative
-from flashgen.interp.common import ARITHMETIC, gather
+from flashgen.calculus import derivative, derivative_by_load, loads_of
+from flashgen.interp.common import ARITHMETIC, add_elements, gather
 from flashgen.ir.expr import COMPARE, Binary, Cast, Compare, Const, Load, Select, Unary, Var
 
 
@@ -88,21 +88,63 @@ def backward(
     p_of = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks)
     q_heads, k_heads, v_heads, p, lse, slope = p_of
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    attends = np.isfinite(lse)
-    do_heads = np.where(attends, _group(do, k.shape[2]), 0.0)
     factors = _factors(keep, dropout_p, p)
-    dp = factors * (do_heads @ _swap(v_heads))
-    delta = np.sum(p * dp, axis=-1, keepdims=True)
-    dlse_rows = 0.0 if dlse is None else np.where(attends, np.asarray(dlse, np.float64).reshape(lse.shape), 0.0)
-    ds = p * (dp - delta + dlse_rows) * np.where(p > 0.0, slope, 0.0)
+    ds, do_heads, delta, dlse_rows = _score_gradient(k, v_heads, p, lse, do, dlse, factors)
+    ds = ds * np.where(p > 0.0, slope, 0.0)
     dq = _ungroup(ds @ k_heads) * scale
     dk = _over_group(_swap(ds) @ q_heads) * scale
     dv = _over_group(_swap(p * factors) @ do_heads)
     if sinks is None:
         return dq, dk, dv
     with np.errstate(invalid="ignore"):  # of a sink of -inf, and no key
-        share = np.exp(np.where(attends, _of_heads(sinks, lse) - lse, -np.inf))
+        share = np.exp(np.where(np.isfinite(lse), _of_heads(sinks, lse) - lse, -np.inf))
     return dq, dk, dv, np.sum(share * (dlse_rows - delta), axis=(0, 3, 4)).reshape(-1)
+
+
+def backward_aux(
+    q,
+    k,
+    v,
+    do,
+    dlse=None,
+    *,
+    array,
+    score,
+    causal=False,
+    scale=None,
+    mask=None,
+    aux=None,
+    first_batch=0,
+    sinks=None,
+    keep=None,
+    dropout_p=0.0,
+):
+    """The gradient of an array that the score function reads, by its name in `aux`; float64, shaped as it is.
+
+    With f the score function it is, of each element, the sum of p (dp - delta + dlse) df / d load over the elements of
+    the scores that load it; an index out of range loads the last of its axis.
+    """
+    _, _, v_heads, p, lse, _ = _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks)
+    ds, *_ = _score_gradient(k, v_heads, p, lse, do, dlse, _factors(keep, dropout_p, p))
+    scores = _scaled_scores(q, k, scale)
+    names = _names(scores, first_batch) | {"score": scores} | aux
+    found = np.zeros(aux[array].shape)
+    for load in loads_of(score.expr, array):
+        with np.errstate(all="ignore"):
+            slope = _evaluate(derivative_by_load(score.expr, load), names)
+            index = [_evaluate(part, names) for part in load.index]
+        add_elements(found, index, np.where(p > 0.0, ds * slope, 0.0))
+    return found
+
+
+def _score_gradient(k, v_heads, p, lse, do, dlse, factors=1.0):
+    """ds of what the score function gives, do by `_group`, zero where a row has no key, and delta and dlse by rows."""
+    attends = np.isfinite(lse)
+    do_heads = np.where(attends, _group(do, k.shape[2]), 0.0)
+    dp = factors * (do_heads @ _swap(v_heads))
+    delta = np.sum(p * dp, axis=-1, keepdims=True)
+    dlse_rows = 0.0 if dlse is None else np.where(attends, np.asarray(dlse, np.float64).reshape(lse.shape), 0.0)
+    return p * (dp - delta + dlse_rows), do_heads, delta, dlse_rows
 
 
 def causal_mask(seqlen_q, seqlen_k):
@@ -116,10 +158,8 @@ def causal_mask(seqlen_q, seqlen_k):
 def _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks=None):
     """q, k, v by `_group`, p (batch, heads_kv, group, seqlen_q, seqlen_k), lse (..., seqlen_q, 1), and the slope:
     the derivative of the score function, like p."""
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    heads_kv = k.shape[2]
-    q_heads, k_heads, v_heads = (_group(x, heads_kv) for x in (q, k, v))
-    s = (q_heads @ _swap(k_heads)) * scale
+    q_heads, k_heads, v_heads = (_group(x, k.shape[2]) for x in (q, k, v))
+    s = _scaled_scores(q, k, scale)
     slope = 1.0
     names = _names(s, first_batch) | {"score": s} | (aux or {})
     if score is not None:
@@ -142,6 +182,12 @@ def _probabilities(q, k, v, causal, scale, mask, score, aux, first_batch, sinks=
         with np.errstate(invalid="ignore"):
             p = p * np.exp(np.where(np.isfinite(without), without - lse, -np.inf))
     return q_heads, k_heads, v_heads, p, lse, slope
+
+
+def _scaled_scores(q, k, scale):
+    """scale * q k^T, (batch, heads_kv, group, seqlen_q, seqlen_k)."""
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    return (_group(q, k.shape[2]) @ _swap(_group(k, k.shape[2]))) * scale
 
 
 def _factors(keep, dropout_p, p):

@@ -14,7 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.interp.common import Hazard, Uniform, Value, evaluate, gather, number, round_to
+from flashgen.interp.common import (
+    Hazard,
+    Uniform,
+    Value,
+    add_elements,
+    evaluate,
+    gather,
+    number,
+    round_to,
+    store_elements,
+)
 from flashgen.interp.lanes import chunks, lane_bytes, lanes_of, vectorisable
 from flashgen.ir.expr import Expr, I, J, Load
 from flashgen.ir.nodes import (
@@ -32,6 +42,8 @@ from flashgen.ir.nodes import (
     Note,
     Place,
     RowReduce,
+    Scatter,
+    ScatterAdd,
     Space,
     Stmt,
     Tile,
@@ -309,6 +321,18 @@ def _accumulate(block: _Block, stmt: Accumulate) -> None:
             array[(batch[lane], head[lane], *index[2:])] += value[lane][inner[1:]]
 
 
+def _scatter(block: _Block, stmt: Scatter | ScatterAdd) -> None:
+    value = block.get(stmt.src)
+    value = np.broadcast_to(value, (block.lanes, *value.shape[1:]))
+    scope, target = _Elements(block, block.shape(stmt.src)), block.buffers[stmt.dst]
+    index = [evaluate(part, scope) for part in stmt.index]
+    block.tell(stmt, WRITE, value.size * target.dtype.bytes)
+    if isinstance(stmt, Scatter):
+        store_elements(block.arrays[stmt.dst], index, round_to(target.dtype, value), evaluate(stmt.inside, scope))
+    else:
+        add_elements(block.arrays[stmt.dst], index, value)
+
+
 RUN: dict[type, Callable[[_Block, Any], None]] = {
     For: _for,
     If: _if,
@@ -320,4 +344,6 @@ RUN: dict[type, Callable[[_Block, Any], None]] = {
     Map: _map,
     RowReduce: _row_reduce,
     Accumulate: _accumulate,
+    Scatter: _scatter,
+    ScatterAdd: _scatter,
 }

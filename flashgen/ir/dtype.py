@@ -21,5 +21,6 @@ BF16 = DType("bfloat16", 2, "bf16")
 F16 = DType("float16", 2, "fp16")
 F32 = DType("float32", 4, "float")
 I32 = DType("int32", 4, "int")
+I64 = DType("int64", 8, "int64")
 
 STORAGE = {dtype.name: dtype for dtype in (BF16, F16)}

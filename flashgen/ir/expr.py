@@ -309,6 +309,11 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
     return rebuild(expr, lambda child: substitute(child, values))
 
 
+def replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
+    """The expression with a part replaced wherever it stands."""
+    return new if expr == old else rebuild(expr, lambda part: replaced(part, old, new))
+
+
 FUNCTIONS = ("min", "max", "floor_div", "floor_mod")  # the operations of two operands that are written as calls
 
 BINARY: dict[str, Callable[[Any, Any], Any]] = {

@@ -7,7 +7,7 @@
     window  = Window(buffer, origin, heads, rows)          a tile of a global tensor (batch, head, row[, column])
     tile    = Tile(buffer, stage)                          one stage of a shared buffer
     stmt    = For | If | Let | Note                        both levels
-            | Copy | Fill | Gemm | Map | RowReduce | Accumulate     TILE
+            | Copy | Fill | Gemm | Map | RowReduce | Accumulate | Scatter | ScatterAdd     TILE
             | the statements of flashgen/machine           MACHINE
 
 Shapes are written in dimensions with names ("block_q", "head_dim"); the plan gives them numbers, and the emitted CUDA
@@ -58,7 +58,7 @@ class Buffer:
     `stages`: how many copies of a shared buffer are in flight. `warps`: how the rows and columns of a register
     tile are divided among the warps (rows, columns), from `first_warp` on. `layout_of`: of a global accumulator, the
     register tile that is added to it, in whose order it is kept. `by_element`: a global array of any rank and strides,
-    which expressions load element by element.
+    which expressions load element by element, and scatters write.
     """
 
     name: str
@@ -240,6 +240,32 @@ class Accumulate(Stmt):
     """dst += src, atomically: other blocks add to the same global tile."""
 
     dst: Window
+    src: str
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
+class Scatter(Stmt):
+    """dst[index(i, j)] = src[i, j] where `inside` holds; no other element of any block has the same index."""
+
+    dst: str
+    index: tuple[Expr, ...]
+    src: str
+    inside: Expr
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
+class ScatterAdd(Stmt):
+    """dst[index(i, j)] += src[i, j], or index(i) and src[i] of a row vector, atomically; zeros are not added.
+
+    An index out of range, also a negative one, is the last of its axis, as where an expression loads.
+    """
+
+    dst: str
+    index: tuple[Expr, ...]
     src: str
     WRITES = ("dst",)
     READS = ("src",)

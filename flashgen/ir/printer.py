@@ -20,6 +20,8 @@ from flashgen.ir.nodes import (
     Note,
     Place,
     RowReduce,
+    Scatter,
+    ScatterAdd,
     Stmt,
     Tile,
     Window,
@@ -102,8 +104,16 @@ def stmt_text(stmt: Stmt) -> str:
             return f"{stmt.dst} = {stmt.op}({stmt.dst}, rows of {stmt.src})"
         case Accumulate():
             return f"{place_text(stmt.dst)} += atomically {stmt.src}"
+        case Scatter():
+            return f"{_element(stmt)} = {stmt.src} where {text(stmt.inside)}"
+        case ScatterAdd():
+            return f"{_element(stmt)} += atomically {stmt.src}"
         case _:
             return _machine_text(stmt)
+
+
+def _element(stmt: Scatter | ScatterAdd) -> str:
+    return f"{stmt.dst}[{', '.join(map(text, stmt.index))}]"
 
 
 def _machine_text(stmt: Stmt) -> str:

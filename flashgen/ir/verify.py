@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from flashgen.ir.dtype import F32
 from flashgen.ir.expr import Cast, variables
-from flashgen.ir.nodes import Accumulate, Copy, Fill, For, Gemm, If, Kernel, Let, Map, Note, RowReduce, Space, name_of
+from flashgen.ir.nodes import (
+    Accumulate,
+    Copy,
+    Fill,
+    For,
+    Gemm,
+    If,
+    Kernel,
+    Let,
+    Map,
+    Note,
+    RowReduce,
+    Scatter,
+    ScatterAdd,
+    Space,
+    name_of,
+)
 from flashgen.ir.visit import Body, statements
 
-TILE_STATEMENTS = (For, If, Let, Note, Copy, Fill, Gemm, Map, RowReduce, Accumulate)
+TILE_STATEMENTS = (For, If, Let, Note, Copy, Fill, Gemm, Map, RowReduce, Accumulate, Scatter, ScatterAdd)
 RESERVED = {"i", "j", "warpgroup"}  # the element of a Map, and who executes a statement of the sm90 family
 
 

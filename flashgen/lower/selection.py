@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.ir.expr import Cast
-from flashgen.ir.nodes import Copy, Fill, Kernel, Map, RowReduce, Space, Stmt, Tile, Window, name_of
+from flashgen.ir.nodes import (
+    Copy,
+    Fill,
+    Kernel,
+    Map,
+    RowReduce,
+    Scatter,
+    ScatterAdd,
+    Space,
+    Stmt,
+    Tile,
+    Window,
+    name_of,
+)
 from flashgen.ir.visit import Body
 from flashgen.machine import base
 
@@ -24,6 +37,10 @@ def select_shared(kernel: Kernel, stmt: Stmt) -> Stmt | Body:
             return base.MapFragment(stmt.dst, stmt.expr, note=note)
         case RowReduce():
             return base.ReduceRows(stmt.dst, stmt.op, stmt.src, note=note), base.CombineLanes(stmt.dst, stmt.op)
+        case Scatter():
+            return base.StoreElements(stmt.dst, stmt.index, stmt.src, stmt.inside, note=note)
+        case ScatterAdd():
+            return base.AddElements(stmt.dst, stmt.index, stmt.src, note=note)
     return stmt
 
 

@@ -178,6 +178,37 @@ class ZeroWindow(MachineStmt):
 
 
 @dataclass(frozen=True)
+class StoreElements(MachineStmt):
+    """dst[index(i, j)] = src[i, j] where `inside` holds: a register tile goes to an array of any rank and strides."""
+
+    dst: str
+    index: tuple[Expr, ...]
+    src: str
+    inside: Expr
+    NAME = "store_elements"
+    NEEDS = "no other element of any block has the same index"
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
+class AddElements(MachineStmt):
+    """dst[index(i, j)] += src[i, j], or index(i) and src[i] of a row vector, atomically and without order.
+
+    A thread adds up its elements of one index before it adds them to dst, and a warp those of its threads. Zeros are
+    not added, an index out of range is the last of its axis.
+    """
+
+    dst: str
+    index: tuple[Expr, ...]
+    src: str
+    NAME = "add_elements"
+    NEEDS = "dst was zeroed before the launch"
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
 class Counter(MachineStmt):
     """name = value: a uniform integer that Assign changes; each warp keeps its own."""
 

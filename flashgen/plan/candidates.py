@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from flashgen.ir.nodes import Kernel, Space
+from flashgen.ir.nodes import Copy, For, Kernel, Space, name_of
+from flashgen.ir.visit import statements
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate
 
@@ -19,6 +20,8 @@ def candidates(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Ca
     """All candidates for a kernel whose loop walks over keys, over queries, or that has no loop."""
     if kernel.name == "attention_backward":
         yield from _backward(kernel, arch, sizes)
+    elif kernel.name == "attention_backward_aux":
+        yield from _scores_alone(kernel, arch)
     else:
         yield from _rows_of_queries(kernel, arch)
 
@@ -26,6 +29,13 @@ def candidates(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Ca
 def tile_names(kernel: Kernel) -> list[str]:
     """The register tiles of a kernel."""
     return [item.name for item in kernel.buffers if item.space is Space.REGISTER and len(item.shape) == 2]
+
+
+def looped_tiles(kernel: Kernel) -> list[str]:
+    """The shared tiles and vectors that a kernel's loops copy."""
+    loops = tuple(stmt for stmt in kernel.body if isinstance(stmt, For))
+    copies = [stmt.dst for stmt in statements(loops) if isinstance(stmt, Copy)]
+    return [name_of(place) for place in copies if kernel.space(place) is Space.SHARED]
 
 
 def _columns(arch: Arch) -> tuple[int, ...]:
@@ -41,6 +51,22 @@ def _rows_of_queries(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
             blocks=(("block_q", warps * height * m), ("block_kv", block_kv)),
             warps=warps,
             stages=(("k_tile", stages), ("v_tile", stages)),
+            layouts=tuple((name, (warps, 1)) for name in tile_names(kernel)),
+        )
+
+
+def _scores_alone(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
+    """Each warp owns rows of the scores, whichever these are; all that a step copies is staged alike."""
+    rows, cols = kernel.buffer("s").shape
+    looped = looped_tiles(kernel)
+    for warps, height, columns, stages in product(arch.warps, (1, 2), _columns(arch), (1, 2)):
+        blocks = {rows: warps * height * arch.mma[0], cols: columns}
+        if rows == cols and blocks[rows] != warps * height * arch.mma[0]:
+            continue
+        yield Candidate(
+            blocks=tuple(blocks.items()),
+            warps=warps,
+            stages=tuple((name, stages) for name in looped),
             layouts=tuple((name, (warps, 1)) for name in tile_names(kernel)),
         )
 

@@ -34,7 +34,7 @@ Sizes = Mapping[str, int]
 
 # Addresses, loop counters and the operand fragments in flight, counted on compiled kernels: what the compiler takes
 # beside the tiles before it spills. The forward's long products of shared operands keep more fragments in flight.
-OVERHEAD_REGISTERS = {"attention_forward": 72}
+OVERHEAD_REGISTERS = {"attention_forward": 72, "attention_backward_aux": 96}
 OTHER_OVERHEAD_REGISTERS = 40
 ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most

@@ -49,10 +49,10 @@ class Library:
         module = self.module()
         return module.empty(shape, dtype=module.float32 if float32 else like.dtype)
 
-    def zeros(self, shape: Shape, like: Any) -> Any:
-        """A float32 array of zeros on the device of another."""
+    def zeros(self, shape: Shape, like: Any, dtype: Any = None) -> Any:
+        """An array of zeros on the device of another, float32 where its type, which is one of the library, is None."""
         module = self.module()
-        return module.zeros(shape, dtype=module.float32)
+        return module.zeros(shape, dtype=module.float32 if dtype is None else dtype)
 
     def arange(self, count: int, like: Any) -> Any:
         """0, 1, 2 ... as 64-bit integers, on the device of another array."""
@@ -130,8 +130,8 @@ class _Torch(Library):
     def empty(self, shape: Shape, like: Any, float32: bool = False) -> Any:
         return like.new_empty(shape, dtype=self.module().float32) if float32 else like.new_empty(shape)
 
-    def zeros(self, shape: Shape, like: Any) -> Any:
-        return like.new_zeros(shape, dtype=self.module().float32)
+    def zeros(self, shape: Shape, like: Any, dtype: Any = None) -> Any:
+        return like.new_zeros(shape, dtype=self.module().float32 if dtype is None else dtype)
 
     def arange(self, count: int, like: Any) -> Any:
         return self.module().arange(count, device=like.device)

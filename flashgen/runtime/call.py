@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashgen.runtime.arguments import Problem
 
 if TYPE_CHECKING:
+    from flashgen.plan.arch import Arch
     from flashgen.runtime.blocks import Request
     from flashgen.runtime.compile import Report
     from flashgen.runtime.program import Bound, Program
+    from flashgen.spec import Spec
 
 
 @dataclass
@@ -18,6 +21,8 @@ class Call:
     """One shape of call, ready: on the GPU with its launches, on the interpreter with none.
 
     copied: the backward's inputs that its kernels cannot read in place. lists: what is walked of a block mask.
+    made: the spec and the chip that launches were made for. known: strides and scalars that they are bound to, by name.
+    parts: launches for gradients of arrays, by part and shape, as they are asked for (runtime/aux_gradients.py).
     """
 
     problem: Problem
@@ -29,6 +34,9 @@ class Call:
     copied: tuple[str, ...] = ()
     launches: tuple[Bound, ...] | None = None
     workspaces: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    made: tuple[Spec, Arch] | None = None
+    known: tuple[Mapping[str, Sequence[int]], Mapping[str, int | float]] = ({}, {})
+    parts: dict[tuple, Bound] = field(default_factory=dict)
     lists: tuple[Request, ...] = ()
 
 

@@ -48,8 +48,8 @@ def backward(
     call: Any,
     given: dict[str, Any],
     drop: Drop | None = None,
-) -> None:
-    """Fill dq, dk and dv."""
+) -> dict[str, np.ndarray]:
+    """Fill dq, dk and dv. Returns every array as the interpreter has it, workspaces included."""
     import numpy as np
 
     arrays = _read(stages[1:], library, given)
@@ -73,6 +73,24 @@ def backward(
         _outward(library, layout, arrays[name], given[name])
     if "dsinks" in given:
         given["dsinks"][...] = library.from_numpy(arrays["dsinks"][0, 0], given["dsinks"], float32=True)
+    return arrays
+
+
+def part(
+    stages: Stages,
+    library: Library,
+    call: Any,
+    arrays: dict[str, np.ndarray],
+    target: str,
+    own: dict[str, Any],
+    drop: Drop | None,
+    padding: int,
+) -> None:
+    """Run one more kernel on what the backward has left, and on arrays of its own; it fills a target, or adds to it."""
+    types = {name: "int64" if library.dtype_name(array) == "int64" else "float32" for name, array in own.items()}
+    hosted = {name: library.to_numpy(array, types[name]).copy() for name, array in own.items()}
+    _run(stages, arrays | hosted, call, drop, padding)
+    own[target][...] = library.from_numpy(hosted[target], own[target])
 
 
 def block_counts(stages: Stages, library: Library, given: dict[str, Any], visible: Any, sizes: dict[str, int]) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 
-from flashgen.ir.expr import Const, Expr, Var, substitute, text, variables
+from flashgen.ir.expr import Const, Expr, Load, Var, rebuild, substitute, text, variables
 from flashgen.spec import Array, Function
 from flashgen.trace.arrays import DTYPES, DTypes, Elements, assumptions, parameters
 from flashgen.trace.value import BOOL, FLOAT, INT, Value, real, value
 
-__all__ = ["DTYPES", "DTypes", "behind", "both", "mask", "score"]
+__all__ = ["DTYPES", "DTypes", "behind", "both", "mask", "renamed", "score"]
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 SIZES = ("seqlen_q", "seqlen_k", "heads")
@@ -54,6 +55,17 @@ def behind(first: Function | None, then: Function | None) -> Function | None:
         return first or then
     expr = substitute(then.expr, {"score": first.expr})
     return _made(f"{first.name}_{then.name}", expr, first.arrays + then.arrays)
+
+
+def renamed(function: Function, name: str) -> Function:
+    """The same function, with another name for the one array that it reads."""
+    (array,) = function.arrays
+
+    def change(expr: Expr) -> Expr:
+        expr = rebuild(expr, change)
+        return Load(name, expr.index) if isinstance(expr, Load) else expr
+
+    return _made(function.name, change(function.expr), (replace(array, name=name),))
 
 
 Arrays = tuple[Array, ...]

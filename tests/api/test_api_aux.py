@@ -77,14 +77,13 @@ def test_slopes_as_alibi_has_them_are_alibi(inputs):
     torch.testing.assert_close(found, flashgen.attention(q, k, v, score_mod=scores.alibi), atol=2e-3, rtol=2e-3)
 
 
-def test_an_array_without_a_gradient_is_enough(kernel, inputs, aux):
-    """Under no_grad nobody asks for the gradient of a parameter."""
-    ids, bias = aux[0], torch.nn.Parameter(aux[1].clone())
-    q, k, v, _ = inputs
-    given = {"mask_aux": (ids,), "score_aux": (bias,)}
-    refused(kernel, q, k, v, **given, mentions=["score_aux's biases", "requires grad", "detach"])
+def test_a_mask_has_no_gradient(inputs):
+    """Under no_grad nobody asks for that of a parameter."""
+    ends, (q, k, v, _) = torch.nn.Parameter(torch.tensor([11.0, 30.0])), inputs
+    kernel = flashgen.compile(16, dtype="float16", mask_mod=lambda b, h, q_idx, kv_idx, ends: kv_idx < ends[b])
+    refused(kernel, q, k, v, mask_aux=(ends,), mentions=["mask_aux's ends", "requires grad", "detach"])
     with torch.no_grad():
-        assert kernel(q, k, v, **given).shape == (2, 21, 4, 16)
+        assert kernel(q, k, v, mask_aux=(ends,)).shape == (2, 21, 4, 16)
 
 
 @pytest.mark.parametrize(

@@ -97,15 +97,20 @@ class Problem:
             tile.run(kernel, dims, arrays, self.scalars, listener)
         return arrays
 
-    def dense(self):
-        """Dense float64: o, lse, dq, dk, dv."""
-        q, k, v, dout = (self.arrays[name].transpose(0, 2, 1, 3) for name in ("q", "k", "v", "dout"))
+    def options(self):
+        """What the dense formulas take beside q, k, v, dout and dlse."""
         options = {name: getattr(self.spec, name) for name in ("causal", "mask", "score")} | {"scale": self.scale}
         options |= {"aux": self.aux, "sinks": self.arrays.get("sinks")}
         if self.spec.dropout:
             p, seed, offset = DROPPED
             sizes = (self.batches, self.heads, self.seqlen_q, self.seqlen_k)
             options |= {"keep": dropping.mask(seed, offset, p, *sizes), "dropout_p": p}
+        return options
+
+    def dense(self):
+        """Dense float64: o, lse, dq, dk, dv."""
+        q, k, v, dout = (self.arrays[name].transpose(0, 2, 1, 3) for name in ("q", "k", "v", "dout"))
+        options = self.options()
         o, lse = reference.forward(q, k, v, **options)
         dq, dk, dv, *dsinks = reference.backward(q, k, v, dout, self.arrays["dlse"], **options)
         found = {"o": o, "dq": dq, "dk": dk, "dv": dv}

@@ -76,15 +76,19 @@ class Sequences(Problem):
                 self.of(found, name, number)[...] = array
         return found
 
-    def _dense(self, number):
+    def alone(self, number):
+        """q, k, v, dout and dlse of a sequence, as the dense formulas take them, and what these take beside."""
         used = self.used[number] if self.spec.used else self.keys[number]
         part = {name: self.of(self.arrays, name, number) for name in ("q", "k", "v", "dout", "dlse")}
         part |= {name: part[name][:, :used] for name in ("k", "v")}
-        q, k, v, dout = (part[name].transpose(1, 0, 2)[None] for name in ("q", "k", "v", "dout"))
-        options = {name: getattr(self.spec, name) for name in ("causal", "mask", "score")} | {"scale": self.scale}
-        options |= {"aux": self.aux, "first_batch": number}
+        tiles = (part[name].transpose(1, 0, 2)[None] for name in ("q", "k", "v", "dout"))
+        return (*tiles, part["dlse"][None]), self.options() | {"first_batch": number}
+
+    def _dense(self, number):
+        used = self.used[number] if self.spec.used else self.keys[number]
+        (q, k, v, dout, dlse), options = self.alone(number)
         o, lse = reference.forward(q, k, v, **options)
-        dq, dk, dv = reference.backward(q, k, v, dout, part["dlse"][None], **options)
+        dq, dk, dv = reference.backward(q, k, v, dout, dlse, **options)
         rest = [(0, self.keys[number] - used), (0, 0), (0, 0)]
         gradients = {"dk": np.pad(dk[0], rest), "dv": np.pad(dv[0], rest), "dq": dq[0], "o": o[0]}
         return {name: x.transpose(1, 0, 2) for name, x in gradients.items()} | {"lse": lse[0]}

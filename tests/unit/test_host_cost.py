@@ -1,6 +1,7 @@
 """What a repeated call does on the host, with a made-up driver; counted in calls of functions, as clocks vary."""
 
 import ctypes
+import struct
 import sys
 from types import SimpleNamespace
 
@@ -86,6 +87,21 @@ def test_other_addresses_are_packed_again_and_other_shapes_are_checked_again(lau
         kernel(q.float(), k, v)
     with pytest.raises(TypeError, match="k is not of torch as q is"):
         kernel(q, k.float().numpy(), v)
+
+
+def test_what_kernels_of_gradients_of_arrays_are_told(launched):
+    """Behind the three of the backward one for each array: its result's address, gapless strides and last indices."""
+    q, k, v, do = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(4))
+    kernel = flashgen.compile(64, bias=True, alibi=True)
+    given = {"bias": torch.randn(2, 64, 64), "alibi_slopes": torch.rand(2)}
+    o, lse = kernel.forward(q, k, v, **given)
+    launched.clear()
+    *_, found = kernel.backward(q, k, v, o, lse, do, **given, aux_grads=("bias", "alibi_slopes"))
+    assert len(launched) == 5
+    target = found["bias"].data_ptr(), 8192, 4096, 64, 1, 0, 1, 63, 63
+    assert struct.pack("<9q", *target) in launched[3]
+    assert all(array.data_ptr().to_bytes(8, "little") in args for array in (q, k, v, do) for args in launched[3:])
+    assert found["alibi_slopes"].shape == (2,)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
