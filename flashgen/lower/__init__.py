@@ -53,7 +53,7 @@ SM90_PASSES: tuple[Pass, ...] = (
     order.join_vectors,
     roles.split_roles,
     persist.hand_over_tiles,
-    own.stop_early,
+    own.pass_over_others,
     select.isolate_columns,
     order.order_products,
     overlap.overlap,

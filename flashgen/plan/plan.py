@@ -111,8 +111,8 @@ class Plan:
     producer_warps: warps behind the computing ones, of which one thread loads; role_registers: of the two roles.
     mbarriers: names and counts of those behind the tiles. covered_by_output: tiles over which O lies on its way out.
     keys_in_cache: keys (with their values) of which a third of the L2 is full.
-    packed: query heads that share a tile of queries. own_blocks: each warpgroup ends with the last block of keys that
-    its own rows see. variants: a sentence for each other kernel that a call may choose, and for each part of the mask
+    packed: query heads that share a tile of queries. own_blocks: each warpgroup passes over blocks of keys that its
+    rows do not see. variants: a sentence for each other kernel that a call may choose, and for each part of the mask
     that is not known for whole tiles.
     """
 
@@ -213,7 +213,7 @@ class Plan:
             rows = self.sizes["block_q"]
             lines.append(f"  {self.packed} query heads share a tile, {rows // self.packed} queries of each")
         if self.own_blocks:
-            lines.append("  each warpgroup ends with the last block of keys that its own rows see")
+            lines.append("  each warpgroup passes over blocks of keys that its own rows do not see")
         lines.append(
             f"  {self.threads} threads, about {self.registers} registers each, {self.min_blocks} a multiprocessor"
         )

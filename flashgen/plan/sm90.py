@@ -94,7 +94,6 @@ def make(
 ) -> Plan:
     """The plan that a candidate stands for."""
     shared, covered = allocate(sizes, candidate, arch.shared_per_block)
-    backwards = LAST_FIRST in candidate.traits
     return Plan(
         kernel=kernel.name,
         arch=arch,
@@ -109,7 +108,7 @@ def make(
         covered_by_output=covered,
         keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
         packed=heads_in_tile(kernel),
-        own_blocks=_differs_by_rows(kernel) and candidate.warps == OWN_BLOCKS_WARPS and not backwards,
+        own_blocks=_differs_by_rows(kernel) and candidate.warps == OWN_BLOCKS_WARPS,
         variants=(PACKING,) * (heads_in_tile(kernel) == 1) + (RISING,) * _warned(kernel, candidate),
     )
 

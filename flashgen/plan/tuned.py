@@ -91,6 +91,15 @@ TABLE: dict[Key, Measured] = {
         " --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
+    ("sm_90a", "attention_forward", 64, 64, True, "alibi", ""): Measured(
+        (("block_q", 192), ("block_kv", 96)),
+        16,
+        (2, 2),
+        "NVIDIA H200, 2026-12-03, 359 to 425 TFLOP/s beside 345 to 396 without a guess: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --variant alibi --seqlen 4096 --seqlen 16384"
+        " --rounds 3",
+        traits=("dynamic", "in turns", "guessed maximum", "last block first"),
+    ),
     ("sm_90a", "attention_forward", 128, 128, False, "", ""): Measured(
         (("block_q", 128), ("block_kv", 128)),
         12,
@@ -124,6 +133,15 @@ TABLE: dict[Key, Measured] = {
         "python -m flashgen tune --direction fwd --head-dim 128 --causal --preset spine --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
         limit=4096,
+    ),
+    ("sm_90a", "attention_forward", 128, 128, True, "alibi", ""): Measured(
+        (("block_q", 128), ("block_kv", 128)),
+        12,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-03, 549 to 583 TFLOP/s beside 481 to 508 without a guess: "
+        "python -m flashgen tune --direction fwd --head-dim 128 --variant alibi --seqlen 4096 --seqlen 16384"
+        " --rounds 3",
+        traits=("dynamic", "in turns", "guessed maximum", "last block first"),
     ),
     ("sm_90a", "attention_backward_dq", 128, 128, False, "", ""): Measured(
         (("block_q", 128), ("block_kv", 96)),

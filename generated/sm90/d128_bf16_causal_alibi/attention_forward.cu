@@ -2,7 +2,7 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_90a
-//   tile q 128 x kv 128, 12 warps, 2 stages, Q ahead, dynamic, in turns (chosen by measurement: NVIDIA H200, 2026-12-02, 337 to 522 TFLOP/s: python -m flashgen tune --direction fwd --head-dim 128 --causal --preset full --rounds 3, without the mask and score functions, with a guess of the maximum)
+//   tile q 128 x kv 128, 12 warps, 2 stages, Q ahead, dynamic, in turns, guessed maximum, last block first (chosen by measurement: NVIDIA H200, 2026-12-03, 549 to 583 TFLOP/s beside 481 to 508 without a guess: python -m flashgen tune --direction fwd --head-dim 128 --variant alibi --seqlen 4096 --seqlen 16384 --rounds 3)
 //   block_q = 128, block_kv = 128, head_dim = 128, head_dim_v = 128
 //   384 threads, about 198 registers each, 1 a multiprocessor
 //   shared memory 229568 of 232448 bytes
@@ -146,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   float row_sum[S::ROWS];
   float inverse[S::ROWS];
   float lse_row[S::ROWS];
+  float step_sum[S::ROWS];
 
   if (threadIdx.x == 0) {
     init_barriers<2>(k_tile_full, 1);
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         tma_load<QTile>(q_tile + tiles_done % 2 * QTile::BYTES, q_tile_full + tiles_done % 2, args.q, q_start, head, batch, leave_cache_first());
         #pragma unroll 1  // the loading thread has few registers
         for (int kv_block = 0; kv_block < last_kv_block; ++kv_block) {
-          const int kv_start = kv_block * BLOCK_KV;
+          const int kv_start = (last_kv_block - 1 - kv_block) * BLOCK_KV;
           wait_barrier(k_tile_empty + (kv_blocks_done + kv_block) % 2, ((kv_blocks_done + kv_block) / 2 % 2 + 1) % 2);
           tma_load<KTile>(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES, k_tile_full + (kv_blocks_done + kv_block) % 2, args.k, kv_start, head_kv, batch, keep_in_cache());
           wait_barrier(v_tile_empty + (kv_blocks_done + kv_block) % 2, ((kv_blocks_done + kv_block) / 2 % 2 + 1) % 2);
@@ -255,16 +256,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         for (int i = 0; i < S::ROWS; ++i) {
           #pragma unroll
           for (int j = 0; j < S::COLS; ++j) {
-            s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * absolute(float(q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - S::lane_col()) - float(S::col_offset(j)));
+            s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * absolute(float(q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - (last_kv_block - 1) * BLOCK_KV - S::lane_col()) - float(S::col_offset(j)));
           }
         }
         // only tiles on a boundary are masked
-        if (BLOCK_KV - 1 >= args.seqlen_k || BLOCK_KV - 1 > q_block * BLOCK_Q + (args.seqlen_k - args.seqlen_q)) {
+        if ((last_kv_block - 1) * BLOCK_KV + (BLOCK_KV - 1) >= args.seqlen_k || (last_kv_block - 1) * BLOCK_KV + (BLOCK_KV - 1) > q_block * BLOCK_Q + (args.seqlen_k - args.seqlen_q)) {
           #pragma unroll
           for (int i = 0; i < S::ROWS; ++i) {
             #pragma unroll
             for (int j = 0; j < S::COLS; ++j) {
-              s[i][j] = S::col_offset(j) < min(args.seqlen_k, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) + 1) - S::lane_col() ? s[i][j] : -INF;
+              s[i][j] = S::col_offset(j) < min(args.seqlen_k - (last_kv_block - 1) * BLOCK_KV, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - (last_kv_block - 1) * BLOCK_KV + 1) - S::lane_col() ? s[i][j] : -INF;
             }
           }
         }
@@ -277,11 +278,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         // a row that has seen no key yet keeps exp2(-inf - 0) = 0 instead of NaN
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
-          offset[i] = row_max[i] == -INF ? 0.0f : row_max[i] * 1.4426950408889634f;
+          offset[i] = (row_max[i] == -INF ? 0.0f : row_max[i] * 1.4426950408889634f) + 30.0f;
         }
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
-          rescale[i] = exp2_approx(row_max_old[i] * 1.4426950408889634f - offset[i]);
+          rescale[i] = exp2_approx(row_max_old[i] * 1.4426950408889634f + 30.0f - offset[i]);
         }
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
@@ -313,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
       }
       for (int kv_block = 1; kv_block < last_kv_block; ++kv_block) {
-        const int kv_start = kv_block * BLOCK_KV;
+        const int kv_start = (last_kv_block - 1 - kv_block) * BLOCK_KV;
         const uint32 k_tile_operand = uniform(KTile::start(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES));
         const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (kv_block - 1)) % 2 * VTile::BYTES));
         // one warpgroup multiplies at a time, under the softmax of the others
@@ -334,7 +335,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         pass_turn<THREADS / 128>(warpgroup);
         wait_products<1>();
         settle(s);
-        arrive_warp(k_tile_empty + (kv_blocks_done + kv_block) % 2);
         // alibi
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
@@ -353,20 +353,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
             }
           }
         }
+        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
-          row_max_old[i] = row_max[i];
-        }
-        reduce_rows<Row_max>(row_max, s);
-        combine_lanes<Row_max>(row_max);
-        // a row that has seen no key yet keeps exp2(-inf - 0) = 0 instead of NaN
-        #pragma unroll
-        for (int i = 0; i < S::ROWS; ++i) {
-          offset[i] = row_max[i] == -INF ? 0.0f : row_max[i] * 1.4426950408889634f;
-        }
-        #pragma unroll
-        for (int i = 0; i < S::ROWS; ++i) {
-          rescale[i] = exp2_approx(row_max_old[i] * 1.4426950408889634f - offset[i]);
+          offset[i] = row_max[i] * 1.4426950408889634f + 30.0f;
         }
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
@@ -375,13 +365,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
             p[i][j] = exp2_approx(s[i][j] * 1.4426950408889634f - offset[i]);
           }
         }
-        #pragma unroll
-        for (int i = 0; i < S::ROWS; ++i) {
-          row_sum[i] = row_sum[i] * rescale[i];
-        }
-        reduce_rows<Row_sum>(row_sum, p);
+        fill(step_sum, 0.0f);
+        reduce_rows<Row_sum>(step_sum, p);
         // for the next product; by its look at the sum, behind softmax
-        wait_barrier(v_tile_full + (kv_blocks_done + kv_block) % 2, (kv_blocks_done + kv_block) / 2 % 2 | no_bits(row_sum, args.zero));
+        wait_barrier(v_tile_full + (kv_blocks_done + kv_block) % 2, (kv_blocks_done + kv_block) / 2 % 2 | no_bits(step_sum, args.zero));
         wait_products<0>();
         settle(o_acc);
         arrive_warp(v_tile_empty + (kv_blocks_done + (kv_block - 1)) % 2);
@@ -392,12 +379,74 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
             p_operand[i][j] = pack<element>(p[i][2 * j], p[i][2 * j + 1]);
           }
         }
-        #pragma unroll
-        for (int i = 0; i < OAcc::ROWS; ++i) {
+        // the guess was too low, or there was none: the step once more
+        if (any_large(p_operand)) {
+          rescore<QTile, KTile, element>(s, q_tile + tiles_done % 2 * QTile::BYTES, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
+          // alibi
           #pragma unroll
-          for (int j = 0; j < OAcc::COLS; ++j) {
-            o_acc[i][j] = o_acc[i][j] * rescale[i];
+          for (int i = 0; i < S::ROWS; ++i) {
+            #pragma unroll
+            for (int j = 0; j < S::COLS; ++j) {
+              s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * absolute(float(q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start - S::lane_col()) - float(S::col_offset(j)));
+            }
           }
+          // only tiles on a boundary are masked
+          if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_block * BLOCK_Q + (args.seqlen_k - args.seqlen_q)) {
+            #pragma unroll
+            for (int i = 0; i < S::ROWS; ++i) {
+              #pragma unroll
+              for (int j = 0; j < S::COLS; ++j) {
+                s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() ? s[i][j] : -INF;
+              }
+            }
+          }
+          #pragma unroll
+          for (int i = 0; i < S::ROWS; ++i) {
+            row_max_old[i] = row_max[i];
+          }
+          reduce_rows<Row_max>(row_max, s);
+          combine_lanes<Row_max>(row_max);
+          // a row that has seen no key yet keeps exp2(-inf - 0) = 0 instead of NaN
+          #pragma unroll
+          for (int i = 0; i < S::ROWS; ++i) {
+            offset[i] = (row_max[i] == -INF ? 0.0f : row_max[i] * 1.4426950408889634f) + 30.0f;
+          }
+          #pragma unroll
+          for (int i = 0; i < S::ROWS; ++i) {
+            rescale[i] = exp2_approx(row_max_old[i] * 1.4426950408889634f + 30.0f - offset[i]);
+          }
+          #pragma unroll
+          for (int i = 0; i < S::ROWS; ++i) {
+            #pragma unroll
+            for (int j = 0; j < S::COLS; ++j) {
+              p[i][j] = exp2_approx(s[i][j] * 1.4426950408889634f - offset[i]);
+            }
+          }
+          #pragma unroll
+          for (int i = 0; i < S::ROWS; ++i) {
+            row_sum[i] = row_sum[i] * rescale[i];
+          }
+          fill(step_sum, 0.0f);
+          reduce_rows<Row_sum>(step_sum, p);
+          #pragma unroll
+          for (int i = 0; i < S::ROWS; ++i) {
+            #pragma unroll
+            for (int j = 0; j < S::PAIRS; ++j) {
+              p_operand[i][j] = pack<element>(p[i][2 * j], p[i][2 * j + 1]);
+            }
+          }
+          #pragma unroll
+          for (int i = 0; i < OAcc::ROWS; ++i) {
+            #pragma unroll
+            for (int j = 0; j < OAcc::COLS; ++j) {
+              o_acc[i][j] = o_acc[i][j] * rescale[i];
+            }
+          }
+        }
+        arrive_warp(k_tile_empty + (kv_blocks_done + kv_block) % 2);
+        #pragma unroll
+        for (int i = 0; i < S::ROWS; ++i) {
+          row_sum[i] = row_sum[i] + step_sum[i];
         }
       }
 

@@ -4,7 +4,7 @@
 // plan attention_forward for sm_90a
 //   tile q 192 x kv 80, 16 warps, 2 stages, dynamic, in turns, guessed maximum (chosen by cost model)
 //   block_q = 192, block_kv = 80, head_dim = 192, head_dim_v = 128
-//   each warpgroup ends with the last block of keys that its own rows see
+//   each warpgroup passes over blocks of keys that its own rows do not see
 //   512 threads, about 154 registers each, 1 a multiprocessor
 //   shared memory 225456 of 232448 bytes
 //          0 ..  73728  q_tile, 1 x 73728 bytes, 384 bytes a row
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       fill(row_max, -INF);
       fill(row_sum, 0.0f);
       fill(offset, 0.0f);
-      // behind the last block that the rows of this warpgroup see, or the first one
+      // of the blocks of this tile those that the rows of this warpgroup see, one in any case
       const int own_last_kv_block = min(last_kv_block, max(max(q_start + (args.seqlen_k - args.seqlen_q) + (warpgroup * 64 + 63) + BLOCK_KV, 0) / BLOCK_KV, 1));
       // the first step has no product to overlap with
       if (0 < own_last_kv_block) {

@@ -4,7 +4,7 @@
 // plan attention_forward for sm_90a
 //   tile q 192 x kv 128, 16 warps, 2 stages, Q ahead, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-12-02, 367 to 508 TFLOP/s: python -m flashgen tune --direction fwd --head-dim 64 --causal --preset spine --rounds 3)
 //   block_q = 192, block_kv = 128, head_dim = 64, head_dim_v = 64
-//   each warpgroup ends with the last block of keys that its own rows see
+//   each warpgroup passes over blocks of keys that its own rows do not see
 //   512 threads, about 158 registers each, 1 a multiprocessor
 //   shared memory 139456 of 232448 bytes
 //          0 ..  49152  q_tile, 2 x 24576 bytes, 128 bytes a row
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       fill(row_max, -INF);
       fill(row_sum, 0.0f);
       fill(offset, 0.0f);
-      // behind the last block that the rows of this warpgroup see, or the first one
+      // of the blocks of this tile those that the rows of this warpgroup see, one in any case
       const int own_last_kv_block = min(last_kv_block, max(max(q_start + (args.seqlen_k - args.seqlen_q) + (warpgroup * 64 + 63) + BLOCK_KV, 0) / BLOCK_KV, 1));
       // the first step has no product to overlap with
       if (0 < own_last_kv_block) {
