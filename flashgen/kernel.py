@@ -36,6 +36,7 @@ class Given(TypedDict, total=False):
     dropout_seed: int | None
     dropout_offset: int
     block_mask: BlockMask | None
+    seqused_k: Any
 
 
 @cache
@@ -180,6 +181,7 @@ class Kernel(Runner):
         dropout_seed: int | None = None,
         dropout_offset: int = 0,
         block_mask: BlockMask | None = None,
+        seqused_k: Any = None,
     ) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
 
@@ -194,7 +196,7 @@ class Kernel(Runner):
         """
         given: Given = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
         given |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
-        given["block_mask"] = block_mask
+        given |= {"block_mask": block_mask, "seqused_k": seqused_k}
         if traced_by_torch():
             return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **given)
         kernel, read, options = self.resolve(**given)
@@ -249,33 +251,37 @@ class Kernel(Runner):
         dropout_seed: int | None = None,
         dropout_offset: int = 0,
         block_mask: BlockMask | None = None,
+        seqused_k: Any = None,
     ) -> tuple[Kernel, dict[str, Any], Options]:
         """What runs a call that brings these: the kernel for their types, the arrays by their names in it, the rest.
 
         One object for each spec. Where nothing is dropped it is one without dropout.
         """
-        if not self._reads and mask_aux is score_aux is sinks is dropout_p is dropout_seed is block_mask is None:
+        absent = mask_aux is score_aux is sinks is dropout_p is dropout_seed is block_mask is seqused_k is None
+        if absent and not self._reads:
             return self, {}, PLAIN
         arrays = auxiliary.named(self.spec, mask_aux, score_aux)
         of_sinks = sink_arrays.dtype(self.spec, sinks)
         arrays |= {} if sinks is None else {"sinks": sinks}
+        arrays |= {} if seqused_k is None else {"seqused_k": seqused_k}
         drop = dropping.asked(self.spec, dropout_p, dropout_seed, dropout_offset)
         types = auxiliary.dtypes("mask_aux", mask_aux), auxiliary.dtypes("score_aux", score_aux)
         if block_mask is not None:
             check_block_mask(block_mask)
-        kernel = self._of((*types, of_sinks, drop is not None, block_mask is not None))
+        kernel = self._of((*types, of_sinks, drop is not None, block_mask is not None, seqused_k is not None))
         return kernel, arrays, Options(drop, block_mask)
 
-    def _of(self, types: tuple[Any, Any, Any, bool, bool]) -> Kernel:
-        """The kernel for arrays of mask and score functions and sinks of these types, with or without dropout and
-        lists of blocks."""
-        *functions, sinks, drops, listed = types
-        if self._retrace is None and (sinks, drops, listed) == (self.spec.sinks, self.spec.dropout, self.spec.listed):
+    def _of(self, types: tuple[Any, Any, Any, bool, bool, bool]) -> Kernel:
+        """The kernel for arrays of mask and score functions and sinks of these types, with or without dropout, lists of
+        blocks and numbers of used keys."""
+        *functions, sinks, drops, listed, used = types
+        own = (self.spec.sinks, self.spec.dropout, self.spec.listed, self.spec.used)
+        if self._retrace is None and (sinks, drops, listed, used) == own:
             return self
         kernel = self._of_types.get(types)
         if kernel is None:
             spec = auxiliary.concrete(self.spec, self._retrace, tuple(functions)) if self._retrace else self.spec
-            spec = replace(spec, sinks=sinks, dropout=drops, listed=listed)
+            spec = replace(spec, sinks=sinks, dropout=drops, listed=listed, used=used)
             kind: Any = type(self)
             kernel = kernel_for(spec, self.arch, self.layout, self.target, self._pinned, kind)
             self._of_types[types] = kernel

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.plan.arch import Arch, check_real, for_capability, portable_record
-from flashgen.runtime import auxiliary, dropping, launch, sink_arrays, workspaces
+from flashgen.runtime import auxiliary, dropping, launch, sequences, sink_arrays, workspaces
 from flashgen.runtime.arguments import (
     VECTORS,
     Problem,
@@ -216,7 +216,8 @@ class Runner:
 
     def _read(self) -> tuple[str, ...]:
         """The names of the arrays that are read element by element."""
-        return (*(item.name for item in self.spec.arrays), *(("sinks",) if self.spec.sinks else ()))
+        more = (("sinks",) if self.spec.sinks else ()) + ((sequences.USED,) if self.spec.used else ())
+        return (*(item.name for item in self.spec.arrays), *more)
 
     def _for_sizes(self, spec: Spec, arch: Arch, problem: Problem, queries: int) -> Spec:
         """The spec of a forward of these sizes."""
@@ -244,7 +245,8 @@ class Runner:
                 known[name] = row_strides(gapless(shape), self.layout)
             scalars["padding"] = padding = made[1].stages.plan.sizes["block_q"]
             rows = problem.padded_rows(padding)
-            call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, rows, problem.seqlen_q)
+            summed = problem.summed_rows(padding)
+            call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, rows, summed)
             known["dsinks"] = (problem.heads, problem.heads)
         return tuple(program.bind(known | workspaces.strides(program, call.workspaces), scalars) for program in made)
 

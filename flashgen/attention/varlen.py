@@ -45,9 +45,7 @@ def packed(kernel: Kernel, spec: Spec) -> Kernel:
     block_axis, head_axis, _ = kernel.axes
     own = "q" if block_axis.name == "q_block" else "k"
     rows: Expr = Var("block_q") // heads_in_tile(kernel) if own == "q" else Var("block_kv")
-    scalars = tuple(replace(item, name=item.name.replace("seqlen_", "total_")) for item in kernel.scalars)
-    if any(item.name in WORKSPACES for item in kernel.buffers):
-        scalars = (*scalars, Scalar(PADDING.name, I32))
+    scalars = of_totals(kernel.scalars, any(item.name in WORKSPACES for item in kernel.buffers))
     moved = rewrite_kernel(kernel, lambda stmt: _moved(kernel, stmt, spec)).body
     body = (*_needed(_place(own, rows, block_axis, spec), moved), *moved)
     read = {name_of(place) for stmt in statements(body) for place in stmt.reads()}
@@ -59,6 +57,18 @@ def packed(kernel: Kernel, spec: Spec) -> Kernel:
         buffers=(*map(_buffer, kernel.buffers), *arrays),
         body=body,
     )
+
+
+def of_totals(scalars: tuple[Scalar, ...], workspaces: bool = True) -> tuple[Scalar, ...]:
+    """The scalars with totals in place of lengths; of kernels with workspaces, what these are padded to too."""
+    renamed = tuple(replace(item, name=item.name.replace("seqlen_", "total_")) for item in scalars)
+    return (*renamed, Scalar(PADDING.name, I32)) if workspaces else renamed
+
+
+def workspace_rows() -> Expr:
+    """Rows of a workspace, all of which attention_delta writes; none where there are no queries, and no block of it."""
+    total = Var("total_q")
+    return minimum(total, 1) * (total // PADDING + BATCHES) * PADDING
 
 
 def _buffer(buffer: Buffer) -> Buffer:

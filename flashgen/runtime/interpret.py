@@ -65,7 +65,8 @@ def backward(
     arrays["dq_workspace"] = np.full((*rows, sizes["head_dim"]), np.nan, np.float32)
     for stage in stages[1:]:
         if stage.tile.name == "attention_sink_sums":
-            shape = workspaces.stretches(stage, problem.batch, problem.heads, problem.seqlen_q)
+            summed = problem.summed_rows(sizes["block_q"])
+            shape = workspaces.stretches(stage, problem.batch, problem.heads, summed)
             arrays["sink_sums"] = np.full(shape, np.nan, np.float32)
             arrays["dsinks"] = np.full((1, 1, problem.heads), np.nan, np.float32)
         _run(stage, arrays, call, drop, sizes["block_q"])

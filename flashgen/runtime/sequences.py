@@ -36,6 +36,10 @@ class PackedProblem(Problem):
         """Rows of a workspace: each sequence starts at a whole block, of which the numbers leave some out."""
         return (self.seqlen_q // block_q + self.sequences) * block_q
 
+    def summed_rows(self, block_q: int) -> int:
+        """All that there are, those between sequences too."""
+        return self.padded_rows(block_q)
+
     def scalars(self, scale: float) -> dict[str, int | float]:
         """As of sequences of one length, with the totals in place of that."""
         sizes = {"total_q": self.seqlen_q, "total_k": self.seqlen_k, "batches": self.sequences, "one": 1}
