@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 
+from flashgen.attention.lengths import USED, of_used_keys
 from flashgen.attention.parts import BATCH, BATCHES
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import Const, Expr, Search, Var, ceil_div, load, minimum, select, variables
@@ -25,17 +26,18 @@ from flashgen.spec import Spec
 
 ROW_BLOCK, PADDING, WORKSPACE_BEGIN = Var("row_block"), Var("padding"), Var("workspace_begin")
 OFFSETS = {"q": "cu_seqlens_q", "k": "cu_seqlens_k"}
-USED = "seqused_k"
 ARRAYS = (*OFFSETS.values(), USED)
 WORKSPACES = ("lse_log2", "delta", "dq_workspace")
 
 
 def of_sequences(nest: Callable[[Spec], Kernel]) -> Callable[[Spec], Kernel]:
-    """The loop nest as it is, or for packed sequences where the spec has these."""
+    """The loop nest as it is, or for packed sequences, or padded ones, where the spec has these."""
 
     @wraps(nest)
     def made(spec: Spec) -> Kernel:
-        return packed(nest(spec), spec) if spec.varlen else nest(spec)
+        if spec.varlen:
+            return packed(nest(spec), spec)
+        return of_used_keys(nest(spec)) if spec.used else nest(spec)
 
     return made
 

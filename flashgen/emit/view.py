@@ -11,7 +11,7 @@ from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, 
 from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
 from flashgen.machine.sm80 import MmaSync
-from flashgen.machine.sm90_facts import arrivals, operands
+from flashgen.machine.sm90_facts import arrivals, batch_rows, operands
 from flashgen.plan.plan import Plan
 
 Fields = dict[str, object]
@@ -323,6 +323,9 @@ def _box(window: Window, direction: str, names: Names) -> Fields:
     batch, head, row = (names.uniform(index) for index in window.origin)
     if window.rows is None:
         return {"tensor": window.buffer, "move": f"tma_{direction}", "position": f"{row}, {head}, {batch}"}
+    through = batch_rows(window.buffer)
+    if through in names.scalars:
+        row = names.uniform(window.origin[0] * Var(through) + window.origin[2])
     position = f"{row}, {names.uniform(window.rows)}, {head}"
     return {"tensor": window.buffer, "move": f"tma_{direction}_rows", "position": position}
 

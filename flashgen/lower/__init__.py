@@ -12,6 +12,7 @@ from flashgen.lower.sm90 import (
     descriptors,
     divide,
     guess,
+    lengths,
     listed,
     order,
     overlap,
@@ -39,6 +40,7 @@ SM80_PASSES: tuple[Pass, ...] = (
 )
 SM90_PASSES: tuple[Pass, ...] = (
     select.instructions,
+    lengths.number_rows,
     random.share_counters,
     bulk.add_in_bulk,
     bulk.heads_side_by_side,
