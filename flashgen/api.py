@@ -130,20 +130,22 @@ def attention(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     block_mask: BlockMask | None = None,
+    seqused_k: Any = None,
+    check: bool = False,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
     CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, sinks, dropout and
-    block_mask as a kernel.
+    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, sinks, dropout, block_mask,
+    seqused_k and check as a kernel.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
     arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
-    arrays["block_mask"] = block_mask
+    arrays |= {"block_mask": block_mask, "seqused_k": seqused_k, "check": check}
     if parse(dropout_p, dropout_seed, dropout_offset) is not None:
         options["dropout"] = True
         arrays |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}

@@ -182,6 +182,7 @@ class Kernel(Runner):
         dropout_offset: int = 0,
         block_mask: BlockMask | None = None,
         seqused_k: Any = None,
+        check: bool = False,
     ) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
 
@@ -193,14 +194,23 @@ class Kernel(Runner):
         is dropped, from 0 up to but not 1 (0 is the kernel without dropout); 64 bits and 32 bits that choose which:
         `flashgen.dropout_mask` shows them. The gradients are those of the same choice.
         block_mask: from `flashgen.block_mask`, of this kernel's masks: blocks that it skips are not visited.
+        seqused_k: int32 (batch,), the keys of each batch that are used, from 0 to seqlen_k: a padded batch. The others
+        are not read, whatever they are, and have zero gradients; their blocks are not visited. causal and windows are
+        aligned with those that are used, and flashgen.seqlen_k is their number. The kernel for it is another.
+        check: look at values too, for which this waits for the device: that seqused_k is in range, and that functions
+        read within their arrays. On the CPU the former is looked at in any case. Unchecked, more keys than there are
+        count as all, fewer than none as none, and an index out of range reads the last of its axis.
         """
         given: Given = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
         given |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         given |= {"block_mask": block_mask, "seqused_k": seqused_k}
         if traced_by_torch():
-            return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **given)
+            return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, check=check, **given)
         kernel, read, options = self.resolve(**given)
-        return kernel.attend({"q": q, "k": k, "v": v} | read, scale, options, return_lse)
+        arrays = {"q": q, "k": k, "v": v} | read
+        if check:
+            kernel.check_call(arrays, scale, options)
+        return kernel.attend(arrays, scale, options, return_lse)
 
     def attend(self, arrays: dict[str, Any], scale: float | None, options: Options, return_lse: bool) -> Any:
         """o, with return_lse also lse, of arrays by their names in the kernels; under autograd where torch asks."""

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from flashgen.kernel import Aux, Given, Kernel, traced_by_torch, untraced
-from flashgen.runner import PLAIN, Options
+from flashgen.runner import Options
 from flashgen.runtime import sequences, workspaces
 from flashgen.runtime.arguments import check_sizes
-from flashgen.runtime.arrays import Library, library_of
-from flashgen.runtime.call import Call
+from flashgen.runtime.arrays import Library
 from flashgen.spec import parse_integer
 
 # The most queries a sequence for which the length of the longest says something about the tiles: rows of a tile.
@@ -78,9 +77,7 @@ class VarlenKernel(Kernel):
         kernel, read, options = self._given(told, given, max_seqlen_q)
         arrays = {"q": q, "k": k, "v": v} | read
         if check:
-            library = library_of(q)
-            kernel._bind(library, "forward", arrays, scale, options)  # which refuses what has no values to look at
-            sequences.check_values(library, arrays)
+            kernel.check_call(arrays, scale, options)
         return kernel.attend(arrays, scale, options, return_lse)
 
     def forward(  # type: ignore[override]
@@ -142,13 +139,8 @@ class VarlenKernel(Kernel):
         arrays = dict(zip(sequences.OFFSETS, told, strict=True))
         return kernel, read | arrays, replace(options, queries=_hint(max_seqlen_q))
 
-    def _bind(
-        self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, options: Options = PLAIN
-    ) -> Call:
-        call = super()._bind(library, stage, arrays, scale, options)
-        if call.launches is None:  # what is on the host anyway is looked at: it would decide what is read
-            sequences.check_values(library, arrays)
-        return call
+    def check_values(self, library: Library, arrays: dict[str, Any]) -> None:
+        sequences.check_values(library, arrays)
 
     def _problem(self, library: Library, arrays: dict[str, Any]) -> sequences.PackedProblem:
         return sequences.check(self.spec, library, arrays)

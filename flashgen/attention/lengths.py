@@ -37,6 +37,11 @@ def of_used_keys(kernel: Kernel) -> Kernel:
     )
 
 
+def batch_rows(array: str) -> str:
+    """The scalar with the rows from batch to batch of k or v, where rows are counted through all batches."""
+    return f"{array}_batch_rows"
+
+
 def _buffer(buffer: Buffer) -> Buffer:
     return replace(buffer, shape=tuple(LENGTH_K.name if dim == SEQLEN_K.name else dim for dim in buffer.shape))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 from functools import cached_property
 
+from flashgen.attention.lengths import batch_rows
 from flashgen.emit.cexpr import c_text, no_element
 from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Random, Var, children, rebuild, walk
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
 from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
 from flashgen.machine.sm80 import MmaSync
-from flashgen.machine.sm90_facts import arrivals, batch_rows, operands
+from flashgen.machine.sm90_facts import arrivals, operands
 from flashgen.plan.plan import Plan
 
 Fields = dict[str, object]

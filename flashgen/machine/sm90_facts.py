@@ -71,11 +71,6 @@ def box(kernel: Kernel, array: str, sizes: Mapping[str, int]) -> tuple[int, int]
     return min(positions, WARPGROUP_ROWS), max(WARPGROUP_ROWS // positions, 1)
 
 
-def batch_rows(array: str) -> str:
-    """The scalar with the rows from batch to batch of an array, where copies end before it does."""
-    return f"{array}_batch_rows"
-
-
 def _transfers(kernel: Kernel) -> Iterator[tuple[str, TmaLoad | TmaStore]]:
     for stmt in statements(kernel.body):
         if isinstance(stmt, TmaLoad):

@@ -48,6 +48,7 @@ class Problem:
             "group": self.heads // self.heads_kv,
             "seqlen_q": self.seqlen_q,
             "seqlen_k": self.seqlen_k,
+            "length_k": self.seqlen_k,
             "scale": scale,
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,

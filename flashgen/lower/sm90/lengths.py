@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from flashgen.attention.lengths import batch_rows
 from flashgen.ir.dtype import I32
 from flashgen.ir.nodes import Kernel, Scalar
 from flashgen.ir.visit import statements
 from flashgen.machine.sm90 import TmaLoad
-from flashgen.machine.sm90_facts import batch_rows
 from flashgen.plan.plan import Plan
 
 
