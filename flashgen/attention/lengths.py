@@ -3,17 +3,19 @@
 A loop nest over sequences of one length becomes one whose `seqlen_k` is a number of each batch. Everything made of it
 follows: masks, the diagonal of `causal`, windows and functions with `flashgen.seqlen_k` in them, and the blocks of keys
 that are walked. What lies behind is not read, whatever it is: a copy of keys ends where they do. Gradients of keys are
-stored for all of them, and are zero there: a block of keys behind the last has no query to walk over.
+stored for all of them, and are zero there: a block of keys behind the last has no query to walk over. Lists of blocks
+know nothing of it: what they name behind the used keys is masked.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from flashgen.attention.parts import BATCH, BLOCK_Q, KV_START, SEQLEN_K, SEQLEN_Q
+from flashgen.attention.lists import WHERE_PARTIAL
+from flashgen.attention.parts import BATCH, BLOCK_KV, BLOCK_Q, KV_START, SEQLEN_K, SEQLEN_Q
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import Var, ceil_div, load, minimum, select, substitute
-from flashgen.ir.nodes import Buffer, For, Kernel, Let, Space, Stmt, Window
+from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Space, Stmt, Window
 from flashgen.ir.visit import Body, rewrite_kernel
 
 USED = "seqused_k"
@@ -54,6 +56,10 @@ def _within_length(stmt: Stmt) -> Stmt | Body:
     if isinstance(stmt, For) and stmt.axis == "head_in_group":
         own = Let(QUERIES.name, select(KV_START < SEQLEN_K, SEQLEN_Q, 0), note="keys that are not used have none")
         return own, replace(stmt, body=tuple(map(_over_queries, stmt.body)))
+    if isinstance(stmt, For) and stmt.axis == "q_step":
+        return replace(stmt, stop=select(KV_START < SEQLEN_K, stmt.stop, 0), note="keys that are not used have none")
+    if isinstance(stmt, If) and stmt.condition == WHERE_PARTIAL:
+        return replace(stmt, condition=stmt.condition | (KV_START + BLOCK_KV > SEQLEN_K), note="or end with the keys")
     return stmt
 
 
