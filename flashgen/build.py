@@ -11,6 +11,7 @@ from flashgen import debug, lower
 from flashgen.attention import backward as backward_nests
 from flashgen.attention import blocks as blocks_nest
 from flashgen.attention import forward as forward_nest
+from flashgen.attention import reads as reads_nest
 from flashgen.attention import sinks as sink_nests
 from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
@@ -20,7 +21,7 @@ from flashgen.plan import blocks as blocks_plan
 from flashgen.plan import packing, planner, sm90_backward, tuned
 from flashgen.plan.arch import TOY, Arch, check_real, portable_record
 from flashgen.plan.plan import Plan
-from flashgen.spec import Spec
+from flashgen.spec import Array, Spec
 
 log = logging.getLogger("flashgen")
 
@@ -197,6 +198,18 @@ def block_counts(spec: Spec, arch: Arch, block_size: int) -> Stages:
     """The kernel that counts what the masks of a spec show of each block; no other part of the spec counts."""
     spec = Spec(causal=spec.causal, mask=spec.mask)
     kernel = blocks_nest.blocks(spec)
+    portable = portable_record(arch) if arch.portable else arch
+    return _finish(kernel, blocks_plan.plan(kernel.name, portable, block_size), spec)
+
+
+@cache
+def reads(spec: Spec, array: Array, arch: Arch, block_size: int) -> Stages:
+    """The kernel that counts the elements for which functions read outside of one of their arrays.
+
+    Of a spec nothing counts but what is seen, and how long sequences are.
+    """
+    spec = Spec(causal=spec.causal, mask=spec.mask, score=spec.score, varlen=spec.varlen, used=spec.used)
+    kernel = reads_nest.reads(spec, array)
     portable = portable_record(arch) if arch.portable else arch
     return _finish(kernel, blocks_plan.plan(kernel.name, portable, block_size), spec)
 

@@ -212,6 +212,19 @@ class Kernel(Runner):
             kernel.check_call(arrays, scale, options)
         return kernel.attend(arrays, scale, options, return_lse)
 
+    def check_call(self, arrays: dict[str, Any], scale: float | None, options: Options) -> None:
+        """ValueError for values that no call may have, and for functions that read outside of an array.
+
+        It waits for the device.
+        """
+        library = library_of(arrays["q"])
+        call = self._bind(library, "forward", arrays, scale, options)  # which refuses what has no values to look at
+        self.check_values(library, arrays)
+        if self.spec.arrays:
+            from flashgen.checks import check_reads
+
+            check_reads(self.spec, call.problem, library, arrays, call.launches is not None)
+
     def attend(self, arrays: dict[str, Any], scale: float | None, options: Options, return_lse: bool) -> Any:
         """o, with return_lse also lse, of arrays by their names in the kernels; under autograd where torch asks."""
         attend: Callable = self.forward_of

@@ -170,12 +170,6 @@ class Runner:
             self.check_values(library, arrays)
         return call
 
-    def check_call(self, arrays: dict[str, Any], scale: float | None, options: Options) -> None:
-        """ValueError for values that no call may have; waits for the device."""
-        library = library_of(arrays["q"])
-        self._bind(library, "forward", arrays, scale, options)  # which refuses what has no values to look at
-        self.check_values(library, arrays)
-
     def check_values(self, library: Library, arrays: dict[str, Any]) -> None:
         """ValueError for numbers that no call may have. Of arrays on a GPU this waits for the device."""
         seqlen_k = arrays["k"].shape[1 if self.layout == "bshd" else 2]

@@ -89,6 +89,17 @@ def block_counts(stages: Stages, library: Library, given: dict[str, Any], visibl
     visible[...] = library.from_numpy(counts.reshape(visible.shape), visible, float32=True)
 
 
+def reads(stages: Stages, library: Library, given: dict[str, Any], sizes: dict[str, Any], count: int) -> np.ndarray:
+    """How many elements read outside of an array, for each head and block."""
+    import numpy as np
+
+    from flashgen.interp import tile
+
+    outside = np.full((1, sizes["heads"], count), np.nan, np.float32)
+    tile.run(lower.tile(stages.tile), stages.plan.sizes, {"outside": outside} | _read((stages,), library, given), sizes)
+    return outside
+
+
 def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any, drop: Drop | None, padding: int = 0) -> None:
     from flashgen.interp import tile
 
