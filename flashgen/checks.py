@@ -1,4 +1,4 @@
-"""`check=True`: whether the functions of a call read within their arrays, found by evaluating them for every element."""
+"""`check=True`: whether the functions of a call read within their arrays; they are evaluated for every element."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def check_reads(spec: Spec, problem: Problem, library: Library, arrays: Mapping[
     for item in spec.arrays:
         if _is_outside(spec, item, library, arrays, sizes | dict(_sizes(item, arrays)), on_gpu):
             kind = item.name.partition("_")[0]
+            shape = tuple(arrays[item.name].shape)
             raise ValueError(
-                f"{kind}_mod reads outside of {shown(item.name)}, of shape {tuple(arrays[item.name].shape)}; indexes must be "
-                "from 0 up to the sizes, for every element that a query sees"
+                f"{kind}_mod reads outside of {shown(item.name)}, of shape {shape}; indexes must be from 0 up to the "
+                "sizes, for every element that a query sees"
             )
 
 

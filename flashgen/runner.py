@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -208,7 +208,9 @@ class Runner:
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
             arch = portable_record(arch)
         if arch.portable and self.spec.used and not self.spec.varlen and None in self._through(problem, strides):
-            log.info("%s: k or v has no whole number of rows from batch to batch; the %s kernels run", self, arch.portable)
+            log.info(
+                "%s: k or v has no whole number of rows from batch to batch; the %s kernels run", self, arch.portable
+            )
             arch = portable_record(arch)
         spec = replace(self.spec, aligned=aligned)
         queries = problem.seqlen_q if options.queries is None else options.queries
@@ -217,7 +219,7 @@ class Runner:
         call.launches = self._launches(stage, made, call, strides | read)
         return call
 
-    def _through(self, problem: Problem, strides: dict[str, tuple[int, ...]]) -> list[tuple[int, int] | None]:
+    def _through(self, problem: Problem, strides: Mapping[str, tuple[int, ...]]) -> list[tuple[int, int] | None]:
         """How rows of k and of v are counted through all batches, None where they cannot be."""
         return [through_batches(strides[name], problem.batch, problem.seqlen_k) for name in "kv"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
-from flashgen.kernel import Aux, Given, Kernel, traced_by_torch, untraced
+from flashgen.kernel import Aux, Kernel, traced_by_torch, untraced
 from flashgen.runner import Options
 from flashgen.runtime import sequences, workspaces
 from flashgen.runtime.arguments import check_sizes
@@ -67,7 +67,7 @@ class VarlenKernel(Kernel):
         sinks and dropout: of a kernel compiled with them, as a `Kernel` takes them.
         """
         told = (cu_seqlens_q, cu_seqlens_k)
-        given: Given = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks, "seqused_k": seqused_k}
+        given: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks, "seqused_k": seqused_k}
         given |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         given["block_mask"] = block_mask
         if traced_by_torch():
@@ -91,7 +91,7 @@ class VarlenKernel(Kernel):
         *,
         scale: float | None = None,
         max_seqlen_q: int | None = None,
-        **given: Unpack[Given],
+        **given: Any,
     ) -> tuple[Any, Any]:
         """o and lse, without autograd. given: what a call of the kernel takes beside these, by the same names."""
         told = (cu_seqlens_q, cu_seqlens_k)
@@ -112,7 +112,7 @@ class VarlenKernel(Kernel):
         seqused_k: Any = None,
         *,
         scale: float | None = None,
-        **given: Unpack[Given],
+        **given: Any,
     ) -> tuple[Any, ...]:
         """dq, dk, dv (and dsinks) from the forward's inputs and outputs, the gradient of o, and that of lse, None for
         zero.
@@ -126,7 +126,7 @@ class VarlenKernel(Kernel):
         return tuple(kernel.backward_of(arrays, scale, options).values())
 
     def _given(
-        self, told: tuple[Any, Any], given: Given, max_seqlen_q: Any
+        self, told: tuple[Any, Any], given: dict[str, Any], max_seqlen_q: Any
     ) -> tuple[VarlenKernel, dict[str, Any], Options]:
         """The kernel for what a call brings, its arrays but q, k and v by their names in it, and the rest."""
         if given.get("block_mask") is not None:

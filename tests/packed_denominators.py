@@ -34,7 +34,9 @@ def failures(attend, arrays, sinks, of_q, of_k, **options):
     support.poison(*arrays)
     o, lse, gradients = denominators.evaluate(attend, leaves, do, dlse)
     ref, low = (
-        denominators.evaluate(lambda *x, dtype=dtype: dense(*x, of_q, of_k, **options, dtype=dtype), leaves, do, dlse, dtype)
+        denominators.evaluate(
+            lambda *x, dtype=dtype: dense(*x, of_q, of_k, **options, dtype=dtype), leaves, do, dlse, dtype
+        )
         for dtype in (torch.float64, q.dtype)
     )
     found = [support.lse_violation(lse, ref[1]), support.violation("o", o, ref[0], low[0], 2.0, q.dtype)]

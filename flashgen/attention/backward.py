@@ -75,7 +75,7 @@ def delta(spec: Spec) -> Kernel:
     accumulator = () if spec.deterministic else (_dq_accumulator(), parts.register("dq_acc", "block_q", "head_dim"))
     lse = load("lse_row", I)
     no_part = lse.equals(NEG_INF)
-    # A score may make anything of the zeros of rows behind the end; the sums of sinks go through those of all sequences.
+    # A score may make anything of the zeros of rows behind the end; the sums of sinks go through all rows there are.
     if spec.score is not None or (spec.sinks is not None and spec.varlen):
         no_part = no_part | (Q_START + I >= SEQLEN_Q)
     return Kernel(

@@ -32,7 +32,9 @@ def of_used_keys(kernel: Kernel) -> Kernel:
     own = Let(SEQLEN_K.name, minimum(load(USED, BATCH), LENGTH_K), note="of this batch")
     whole = {SEQLEN_K.name: LENGTH_K}
     return kernel.having(
-        scalars=tuple(replace(item, name=LENGTH_K.name if item.name == SEQLEN_K.name else item.name) for item in kernel.scalars),
+        scalars=tuple(
+            replace(item, name=LENGTH_K.name if item.name == SEQLEN_K.name else item.name) for item in kernel.scalars
+        ),
         axes=tuple(replace(axis, extent=substitute(axis.extent, whole)) for axis in kernel.axes),
         buffers=(*map(_buffer, kernel.buffers), Buffer(USED, ("any",), I32, Space.GLOBAL, by_element=True)),
         body=(own, *kernel.body),

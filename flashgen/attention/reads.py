@@ -10,6 +10,7 @@ queries of a block. Sequences have lengths of their own where they are packed or
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 
 from flashgen.attention import parts
@@ -36,11 +37,12 @@ from flashgen.ir.expr import (
 )
 from flashgen.ir.nodes import Axis, Buffer, Copy, Fill, For, Kernel, Let, Level, Map, RowReduce, Scalar, Space, Window
 from flashgen.ir.visit import Body
-from flashgen.spec import Array, Spec
+from flashgen.spec import Array, Function, Spec
 from flashgen.trace.value import negation
 
 NAME = "attention_reads"
-NEVER, TILE = Const(False), Var("tile")
+TILE = Var("tile")
+NEVER: Expr = Const(False)
 
 
 def size(array: str, axis: int) -> str:
@@ -53,8 +55,8 @@ def reads(spec: Spec, array: Array) -> Kernel:
 
     outside (1, heads, rows of all tiles): float32, 64 numbers for each block of queries: each of its keys 64 apart.
     """
-    names = ("total_q", "heads", "batches") if spec.varlen else ("seqlen_q", LENGTH_K.name, "heads", "batches")
-    names += tuple(size(array.name, axis) for axis in range(array.rank))
+    lengths = ("total_q",) if spec.varlen else ("seqlen_q", LENGTH_K.name)
+    names = (*lengths, "heads", "batches", *(size(array.name, axis) for axis in range(array.rank)))
     place = {"i": QUERY, "kv_start": (FIRST + I) * BLOCK_SIZE}
     step = (
         Map("shown", select(substitute(_of_element(spec, array.name), place), 1.0, 0.0)),
@@ -113,12 +115,15 @@ def _place(spec: Spec) -> Body:
 def _of_element(spec: Spec, array: str) -> Expr:
     """True for an element that is seen, and for which a read of the array that counts is outside of it."""
     arguments = parts.arguments_of(spec, transposed=False)
-    there = arguments["kv_idx"] < SEQLEN_K
-    if spec.causal:
-        there = there & substitute(parts.CAUSAL.expr, arguments)
-    mask, score = (None if item is None else substitute(item.expr, arguments) for item in (spec.mask, spec.score))
-    of_mask, of_score = (NEVER if expr is None else outside(expr, array) for expr in (mask, score))
-    return there & _either(of_mask, of_score if mask is None else _both(mask, of_score))
+    of_mask = _behind(replace(spec, mask=None), spec.mask, arguments, array)
+    return _either(of_mask, _behind(spec, spec.score, arguments, array))
+
+
+def _behind(spec: Spec, function: Function | None, arguments: dict[str, Expr], array: str) -> Expr:
+    """True where a function reads outside of an array, of what the masks of the spec show."""
+    if function is None:
+        return NEVER
+    return _both(parts.visible(spec), outside(substitute(function.expr, arguments), array))
 
 
 def outside(expr: Expr, array: str) -> Expr:
@@ -126,7 +131,9 @@ def outside(expr: Expr, array: str) -> Expr:
     match expr:
         case Load(buffer, index):
             own = [(part < 0) | (part >= Var(size(array, axis))) for axis, part in enumerate(index)]
-            return reduce(_either, (*(own if buffer == array else ()), *(outside(part, array) for part in index)), NEVER)
+            return reduce(
+                _either, (*(own if buffer == array else ()), *(outside(part, array) for part in index)), NEVER
+            )
         case Select(condition, x, y):
             taken = _both(condition, outside(x, array)), _both(negation(condition), outside(y, array))
             return reduce(_either, (outside(condition, array), *taken))

@@ -1,4 +1,4 @@
-"""`check=True`: functions that read outside of their arrays, numbers of keys that there are not; refused in a sentence."""
+"""`check=True`: functions that read outside of their arrays, and numbers of keys that there are not, are refused."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,9 @@ def test_a_score_counts_where_its_element_is_seen(inputs):
     compiled(True, score_mod=far)(*inputs, score_aux=(table,), check=True)
     refused(compiled(score_mod=far), *inputs, score_aux=(table,), check=True, mentions=["score_mod reads outside"])
     compiled(window=(70, 0), score_mod=far)(*inputs, score_aux=(table[:, :71],), check=True)
-    refused(compiled(window=(71, 0), score_mod=far), *inputs, score_aux=(table[:, :71],), check=True, mentions="(4, 71)")
+    refused(
+        compiled(window=(71, 0), score_mod=far), *inputs, score_aux=(table[:, :71],), check=True, mentions="(4, 71)"
+    )
     compiled(score_mod=guarded)(*inputs, score_aux=(table[:, :20],), check=True)
 
 

@@ -1,4 +1,4 @@
-"""`seqused_k` of batches of one length on both interpreters, against dense float64 attention of each batch's own keys."""
+"""`seqused_k` of batches of one length on both interpreters, against dense float64 attention of the used keys."""
 
 from dataclasses import replace
 

@@ -13,7 +13,7 @@ from flashgen.plan.plan import Plan
 def number_rows(kernel: Kernel, plan: Plan) -> Kernel:
     """Where a load ends before its tensor does, rows are counted through all batches: a call says how many one has.
 
-    A tensor map has five dimensions, of which three say where such rows lie and where they end: none is left for batches.
+    A tensor map has five dimensions. Three say where such rows lie and where they end, and none is left for batches.
     Invariant: none; windows still name their batch.
     """
     loads = (stmt.src for stmt in statements(kernel.body) if isinstance(stmt, TmaLoad))
