@@ -83,3 +83,22 @@ def test_more_batches_than_a_grid_has_places(bound, arch):  # noqa: F811
     first, second = (used.data_ptr() + 4 * at for at in (0, 65535))
     assert len(backward) == 2
     assert struct.pack("<Q", first) in backward[0] and struct.pack("<Q", second) in backward[1]
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
+def test_what_looks_for_reads_is_told_the_sizes_of_the_array(bound, arch, kind):  # noqa: F811
+    q, k, v = (torch.randn(3, rows, 2, 64).bfloat16() for rows in (70, 150, 150))
+    ids = torch.zeros(3, 177, dtype=torch.int32)
+    kernel = flashgen.compile(64, False, varlen=kind == "packed", mask_mod=flashgen.masks.document, arch=arch)
+    given = {"seqused_k": torch.ones(3, dtype=torch.int32)} if kind == "padded" else {}
+    told = ()
+    if kind == "packed":
+        told = tuple(torch.arange(4, dtype=torch.int32) * rows for rows in (70, 150))
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    kernel(q, k, v, *told, mask_aux=(ids,), check=True, **given)
+    (looks, launches), (forward, _) = bound
+    assert (looks.program.name, forward.program.name) == ("attention_reads", "attention_forward")
+    assert looks.grid == (210 // 64 + 3 if kind == "packed" else 3 * 2, 2, 1)
+    assert struct.pack("<2i", 3, 177) in launches[0], "the sizes of ids"
+    assert ids.data_ptr().to_bytes(8, "little") in launches[0]
