@@ -83,9 +83,9 @@ def compile(
         raise TypeError(f"dropout = {dropout!r:.40} must be True or False; the call says how much, dropout_p=p")
     if not isinstance(sinks, bool):
         raise TypeError(f"sinks = {sinks!r:.40} must be True or False; the call brings the array, kernel(..., sinks=t)")
-    for name, flag in (("dropout", dropout), ("sinks", sinks), ("bias", bias), ("alibi", alibi)):
+    for name, flag in (("bias", bias), ("alibi", alibi)):
         if flag is True and varlen:
-            raise ValueError(f"{name} = True with varlen is not supported; call a kernel with {name} for each sequence")
+            raise ValueError(f"{name} = True with varlen is not supported; give a score_mod that reads the array")
     if debug.interpret():
         target = "interpret"
     width = head_dim if head_dim_v is None else head_dim_v
@@ -141,6 +141,8 @@ def attention(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     block_mask: BlockMask | None = None,
+    seqused_k: Any = None,
+    check: bool = False,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
@@ -148,13 +150,13 @@ def attention(
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
     CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
     window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, bias, alibi_slopes, sinks,
-    dropout and block_mask as a kernel does.
+    dropout, block_mask, seqused_k and check as a kernel does.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
     arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks, "block_mask": block_mask}
-    arrays |= {"bias": bias, "alibi_slopes": alibi_slopes}
+    arrays |= {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "check": check}
     if parse(dropout_p, dropout_seed, dropout_offset) is not None:
         options["dropout"] = True
         arrays |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
@@ -203,6 +205,11 @@ def varlen_attention(
     score_mod: Callable | None = None,
     mask_aux: Aux = None,
     score_aux: Aux = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    block_mask: None = None,
     check: bool = False,
 ) -> Any:
     """`attention` of each of many sequences, packed one behind the other; differentiable with torch.
@@ -215,16 +222,25 @@ def varlen_attention(
     share tiles. Nothing waits for the device.
     seqused_k: int32 (batch,), how many of the keys of each sequence are used, its length at most: the others are not
     read, and have zero gradients.
+    sinks, dropout_p, dropout_seed, dropout_offset: as `attention` takes them. What is dropped of sequence b is what is
+    dropped of batch b of a call with sequences of one length: element (h, i, j) of a sequence, counted within it, is
+    kept where `flashgen.dropout_mask(seed, offset, p, batch, heads, longest_q, longest_k)[b, h, i, j]`, which is the
+    same whatever the other lengths are.
+    block_mask: None; lists of blocks are of sequences of one length.
     check: look at the values of cu_seqlens and seqused_k, for which this waits for the device; on the CPU they always
     are. Unchecked, wrong ones are read and written by.
     Returns o (total_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32 (heads, total_q).
     Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
-    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "seqused_k": seqused_k}
+    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "seqused_k": seqused_k, "sinks": sinks}
+    arrays |= {"block_mask": block_mask, "check": check}
+    drop = {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if traced_by_torch():
-        return untraced(varlen_attention)(*given, causal, scale, return_lse, **options, **arrays, check=check)
+        return untraced(varlen_attention)(*given, causal, scale, return_lse, **options, **arrays, **drop)
+    options |= {"sinks": sinks is not None, "dropout": parse(dropout_p, dropout_seed, dropout_offset) is not None}
+    arrays |= drop if options["dropout"] else {}
     library_of(q)
     library_of(v, "v")
     sequences.check_dimensions("q", q)
@@ -232,4 +248,4 @@ def varlen_attention(
     dtype = str(q.dtype).removeprefix("torch.")
     # A kernel of its functions, its chip and its options is one object: only functions are traced again.
     kernel: Any = compile(q.shape[2], causal, head_dim_v=v.shape[2], dtype=dtype, varlen=True, **options)
-    return kernel(*given, scale=scale, return_lse=return_lse, check=check, **arrays)
+    return kernel(*given, scale=scale, return_lse=return_lse, **arrays)

@@ -12,6 +12,7 @@ from flashgen.attention import backward as backward_nests
 from flashgen.attention import backward_aux as backward_aux_nest
 from flashgen.attention import blocks as blocks_nest
 from flashgen.attention import forward as forward_nest
+from flashgen.attention import reads as reads_nest
 from flashgen.attention import sinks as sink_nests
 from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
@@ -21,7 +22,7 @@ from flashgen.plan import blocks as blocks_plan
 from flashgen.plan import packing, planner, sm90_backward, tuned
 from flashgen.plan.arch import TOY, Arch, check_real, portable_record
 from flashgen.plan.plan import Plan
-from flashgen.spec import Spec
+from flashgen.spec import Array, Spec
 
 log = logging.getLogger("flashgen")
 
@@ -209,6 +210,18 @@ def backward_aux(spec: Spec, arch: Arch, part: backward_aux_nest.Part) -> Stages
     nest = backward_aux_nest.backward_aux(spec, part)
     portable = portable_record(arch) if arch.portable else arch
     return _finish(nest, planner.plan(nest, spec, portable, may_spill=True), spec)
+
+
+@cache
+def reads(spec: Spec, array: Array, arch: Arch, block_size: int) -> Stages:
+    """The kernel that counts the elements for which functions read outside of one of their arrays.
+
+    Of a spec nothing counts but what is seen, and how long sequences are.
+    """
+    spec = Spec(causal=spec.causal, mask=spec.mask, score=spec.score, varlen=spec.varlen, used=spec.used)
+    kernel = reads_nest.reads(spec, array)
+    portable = portable_record(arch) if arch.portable else arch
+    return _finish(kernel, blocks_plan.plan(kernel.name, portable, block_size), spec)
 
 
 def everything(spec: Spec, arch: Arch) -> dict[str, Stages]:

@@ -38,6 +38,7 @@ class Given(TypedDict, total=False):
     dropout_seed: int | None
     dropout_offset: int
     block_mask: BlockMask | None
+    seqused_k: Any
 
 
 @cache
@@ -186,6 +187,8 @@ class Kernel(Runner):
         dropout_seed: int | None = None,
         dropout_offset: int = 0,
         block_mask: BlockMask | None = None,
+        seqused_k: Any = None,
+        check: bool = False,
     ) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
 
@@ -200,14 +203,36 @@ class Kernel(Runner):
         is dropped, from 0 up to but not 1 (0 is the kernel without dropout); 64 bits and 32 bits that choose which:
         `flashgen.dropout_mask` shows them. The gradients are those of the same choice.
         block_mask: from `flashgen.block_mask`, of this kernel's masks: blocks that it skips are not visited.
+        seqused_k: int32 (batch,), the keys of each batch that are used, from 0 to seqlen_k: a padded batch. The others
+        are not read, whatever they are, and have zero gradients; their blocks are not visited. causal and windows are
+        aligned with those that are used, and flashgen.seqlen_k is their number. The kernel for it is another.
+        check: look at values too, for which this waits for the device: that seqused_k is in range, and that functions
+        read within their arrays. On the CPU the former is looked at in any case. Unchecked, more keys than there are
+        count as all, fewer than none as none, and an index out of range reads the last of its axis.
         """
         given: Given = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
         given |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
-        given |= {"bias": bias, "alibi_slopes": alibi_slopes, "block_mask": block_mask}
+        given |= {"bias": bias, "alibi_slopes": alibi_slopes, "block_mask": block_mask, "seqused_k": seqused_k}
         if traced_by_torch():
-            return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **given)
+            return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, check=check, **given)
         kernel, read, options = self.resolve(**given)
-        return kernel.attend({"q": q, "k": k, "v": v} | read, scale, options, return_lse)
+        arrays = {"q": q, "k": k, "v": v} | read
+        if check:
+            kernel.check_call(arrays, scale, options)
+        return kernel.attend(arrays, scale, options, return_lse)
+
+    def check_call(self, arrays: dict[str, Any], scale: float | None, options: Options) -> None:
+        """ValueError for values that no call may have, and for functions that read outside of an array.
+
+        It waits for the device.
+        """
+        library = library_of(arrays["q"])
+        call = self._bind(library, "forward", arrays, scale, options)  # which refuses what has no values to look at
+        self.check_values(library, arrays)
+        if self.spec.arrays:
+            from flashgen.checks import check_reads
+
+            check_reads(self.spec, call.problem, library, arrays, call.launches is not None)
 
     def attend(self, arrays: dict[str, Any], scale: float | None, options: Options, return_lse: bool) -> Any:
         """o, with return_lse also lse, of arrays by their names in the kernels; under autograd where torch asks."""
@@ -275,34 +300,37 @@ class Kernel(Runner):
         dropout_seed: int | None = None,
         dropout_offset: int = 0,
         block_mask: BlockMask | None = None,
+        seqused_k: Any = None,
     ) -> tuple[Kernel, dict[str, Any], Options]:
         """What runs a call that brings these: the kernel for their types, the arrays by their names in it, the rest.
 
         One object for each spec. Where nothing is dropped it is one without dropout.
         """
-        without_arrays = mask_aux is score_aux is bias is alibi_slopes is sinks is None
-        if not self._reads and without_arrays and dropout_p is dropout_seed is block_mask is None:
+        without = mask_aux is score_aux is bias is alibi_slopes is sinks is dropout_p is block_mask is seqused_k is None
+        if without and dropout_seed is None and not self._reads:
             return self, {}, PLAIN
         arrays = auxiliary.named(self.spec, mask_aux, score_aux, bias, alibi_slopes)
         types = auxiliary.dtypes(self.spec, arrays)
         of_sinks = sink_arrays.dtype(self.spec, sinks)
         arrays |= {} if sinks is None else {"sinks": sinks}
+        arrays |= {} if seqused_k is None else {"seqused_k": seqused_k}
         drop = dropping.asked(self.spec, dropout_p, dropout_seed, dropout_offset)
         if block_mask is not None:
             check_block_mask(block_mask)
-        kernel = self._of((*types, of_sinks, drop is not None, block_mask is not None))
+        kernel = self._of((*types, of_sinks, drop is not None, block_mask is not None, seqused_k is not None))
         return kernel, arrays, Options(drop, block_mask)
 
-    def _of(self, types: tuple[Any, Any, Any, bool, bool]) -> Kernel:
-        """The kernel for arrays of mask and score functions and sinks of these types, with or without dropout and
-        lists of blocks."""
-        *functions, sinks, drops, listed = types
-        if self._retrace is None and (sinks, drops, listed) == (self.spec.sinks, self.spec.dropout, self.spec.listed):
+    def _of(self, types: tuple[Any, Any, Any, bool, bool, bool]) -> Kernel:
+        """The kernel for arrays of mask and score functions and sinks of these types, with or without dropout, lists of
+        blocks and numbers of used keys."""
+        *functions, sinks, drops, listed, used = types
+        own = (self.spec.sinks, self.spec.dropout, self.spec.listed, self.spec.used)
+        if self._retrace is None and (sinks, drops, listed, used) == own:
             return self
         kernel = self._of_types.get(types)
         if kernel is None:
             spec = auxiliary.concrete(self.spec, self._retrace, tuple(functions)) if self._retrace else self.spec
-            spec = replace(spec, sinks=sinks, dropout=drops, listed=listed)
+            spec = replace(spec, sinks=sinks, dropout=drops, listed=listed, used=used)
             kind: Any = type(self)
             kernel = kernel_for(spec, self.arch, self.layout, self.target, self._pinned, kind)
             self._of_types[types] = kernel

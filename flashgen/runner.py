@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from flashgen.attention.lengths import USED, batch_rows
 from flashgen.plan.arch import Arch, check_real, for_capability, portable_record
-from flashgen.runtime import auxiliary, dropping, launch, sink_arrays, workspaces
+from flashgen.runtime import auxiliary, dropping, launch, lengths, sink_arrays, workspaces
 from flashgen.runtime.arguments import (
     VECTORS,
     Problem,
@@ -25,6 +26,7 @@ from flashgen.runtime.arguments import (
 )
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.runtime.call import Call
+from flashgen.runtime.tensormap import through_batches
 from flashgen.spec import Spec
 
 if TYPE_CHECKING:  # the compiler is imported when there is something to compile: it is most of the import time
@@ -194,7 +196,14 @@ class Runner:
             if len(self._bound) >= self.KEPT_CALLS:
                 self._bound.clear()
             self._bound[known] = call
+        if call.launches is None:  # what is on the host anyway is looked at: it decides what is read
+            self.check_values(library, arrays)
         return call
+
+    def check_values(self, library: Library, arrays: dict[str, Any]) -> None:
+        """ValueError for numbers that no call may have. Of arrays on a GPU this waits for the device."""
+        seqlen_k = arrays["k"].shape[1 if self.layout == "bshd" else 2]
+        lengths.check_values(library, arrays, seqlen_k)
 
     def _prepare(
         self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, options: Options
@@ -210,6 +219,8 @@ class Runner:
         check_results(self.spec, library, o_shape, lse_shape, arrays)
         auxiliary.check(self.spec, problem, library, arrays)
         sink_arrays.check(problem, library, arrays)
+        if not self.spec.varlen:
+            lengths.check(problem, library, arrays)
         dropping.check(self.spec, problem)
         call.copied = unreadable(library, self.layout, arrays)
         if options.block_mask is not None:
@@ -226,6 +237,11 @@ class Runner:
         if arch.portable and any(step <= 0 for name in ("q", "k", "v", "dout") for step in strides.get(name, ())):
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
             arch = portable_record(arch)
+        if arch.portable and self.spec.used and not self.spec.varlen and None in self._through(problem, strides):
+            log.info(
+                "%s: k or v has no whole number of rows from batch to batch; the %s kernels run", self, arch.portable
+            )
+            arch = portable_record(arch)
         spec = replace(self.spec, aligned=aligned)
         queries = problem.seqlen_q if options.queries is None else options.queries
         made = self.programs(stage, self._for_sizes(spec, arch, problem, queries) if stage == "forward" else spec, arch)
@@ -233,6 +249,10 @@ class Runner:
         call.launches = self._launches(stage, made, call, strides | read)
         call.made = spec, arch
         return call
+
+    def _through(self, problem: Problem, strides: Mapping[str, tuple[int, ...]]) -> list[tuple[int, int] | None]:
+        """How rows of k and of v are counted through all batches, None where they cannot be."""
+        return [through_batches(strides[name], problem.batch, problem.seqlen_k) for name in "kv"]
 
     def _take_lists(self, call: Call, made: Iterable[build.Stages], options: Options) -> dict[str, tuple[int, ...]]:
         """Note which lists of blocks these kernels walk; how each of them lies."""
@@ -247,7 +267,8 @@ class Runner:
 
     def _read(self) -> tuple[str, ...]:
         """The names of the arrays that are read element by element."""
-        return (*(item.name for item in self.spec.arrays), *(("sinks",) if self.spec.sinks else ()))
+        more = (("sinks",) if self.spec.sinks else ()) + ((USED,) if self.spec.used else ())
+        return (*(item.name for item in self.spec.arrays), *more)
 
     def _for_sizes(self, spec: Spec, arch: Arch, problem: Problem, queries: int) -> Spec:
         """The spec of a forward of these sizes."""
@@ -265,6 +286,9 @@ class Runner:
         known: dict[str, tuple[int, ...]] = dict.fromkeys(VECTORS, vector)
         known |= dict.fromkeys(("o", "dout"), row_strides(gapless(call.o_shape), self.layout)) | strides
         scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
+        if self.spec.used and not self.spec.varlen:
+            counted = zip("kv", self._through(problem, strides), strict=True)
+            scalars |= {batch_rows(name): through[1] for name, through in counted if through}
         if stage == "backward":
             for name, heads, seqlen, width in (
                 ("dq", problem.heads, problem.seqlen_q, self.spec.head_dim),
@@ -275,7 +299,8 @@ class Runner:
                 known[name] = row_strides(gapless(shape), self.layout)
             scalars["padding"] = padding = made[1].stages.plan.sizes["block_q"]
             rows = problem.padded_rows(padding)
-            call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, rows, problem.seqlen_q)
+            summed = problem.summed_rows(padding)
+            call.workspaces = workspaces.shapes(made, problem.batch, problem.heads, rows, summed)
             known["dsinks"] = (problem.heads, problem.heads)
         call.known = known, scalars
         return tuple(program.bind(known | workspaces.strides(program, call.workspaces), scalars) for program in made)

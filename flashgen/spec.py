@@ -54,7 +54,7 @@ class Spec:
     mask: which keys a query sees, among those that `causal` shows it; None for all of them.
     score: what takes the place of each scaled score; None for the score itself.
     varlen: sequences of different lengths are packed one behind the other, as cu_seqlens_q and cu_seqlens_k say.
-    used: of each sequence of keys only the first seqused_k[b] are used.
+    used: of the keys of each batch, or packed sequence, only the first seqused_k[b] are used.
     dropout: probabilities are dropped at random; with which probability, and from which seed, is said by each call.
     sinks: the type of the array with a logit for each head that takes part in the denominators; None without.
     listed: loops over blocks walk lists that a call brings (flashgen.block_mask), not all blocks between limits.

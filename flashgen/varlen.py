@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from flashgen.kernel import Aux, Kernel, traced_by_torch, untraced
-from flashgen.runner import PLAIN, Options
+from flashgen.runner import Options
 from flashgen.runtime import sequences, workspaces
 from flashgen.runtime.arguments import check_sizes
-from flashgen.runtime.arrays import Library, library_of
-from flashgen.runtime.call import Call
+from flashgen.runtime.arrays import Library
 from flashgen.spec import parse_integer
 
 # The most queries a sequence for which the length of the longest says something about the tiles: rows of a tile.
@@ -58,20 +56,29 @@ class VarlenKernel(Kernel):
         seqused_k: Any = None,
         mask_aux: Aux = None,
         score_aux: Aux = None,
+        sinks: Any = None,
+        dropout_p: float | None = None,
+        dropout_seed: int | None = None,
+        dropout_offset: int = 0,
+        block_mask: None = None,
         check: bool = False,
     ) -> Any:
-        """Attention of each sequence by itself; arguments, types and errors as in `flashgen.varlen_attention`."""
-        given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+        """Attention of each sequence by itself; arguments, types and errors as in `flashgen.varlen_attention`.
+
+        sinks and dropout: of a kernel compiled with them, as a `Kernel` takes them.
+        """
+        told = (cu_seqlens_q, cu_seqlens_k)
+        given: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks, "seqused_k": seqused_k}
+        given |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
+        given["block_mask"] = block_mask
         if traced_by_torch():
-            more: dict[str, Any] = {"scale": scale, "return_lse": return_lse, "seqused_k": seqused_k, "check": check}
-            return untraced(self)(*given, max_seqlen_q, max_seqlen_k, mask_aux=mask_aux, score_aux=score_aux, **more)
+            more: dict[str, Any] = {"scale": scale, "return_lse": return_lse, "check": check}
+            return untraced(self)(q, k, v, *told, max_seqlen_q, max_seqlen_k, **given, **more)
         sequences.check_longest("max_seqlen_k", max_seqlen_k)
-        kernel, arrays = self._given(*given, seqused_k, mask_aux, score_aux)
-        options = _hint(max_seqlen_q)
+        kernel, read, options = self._given(told, given, max_seqlen_q)
+        arrays = {"q": q, "k": k, "v": v} | read
         if check:
-            library = library_of(q)
-            kernel._bind(library, "forward", arrays, scale, options)  # which refuses what has no values to look at
-            sequences.check_values(library, arrays)
+            kernel.check_call(arrays, scale, options)
         return kernel.attend(arrays, scale, options, return_lse)
 
     def forward(  # type: ignore[override]
@@ -85,12 +92,12 @@ class VarlenKernel(Kernel):
         *,
         scale: float | None = None,
         max_seqlen_q: int | None = None,
-        mask_aux: Aux = None,
-        score_aux: Aux = None,
+        **given: Any,
     ) -> tuple[Any, Any]:
-        """o and lse, without autograd."""
-        kernel, arrays = self._given(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, mask_aux, score_aux)
-        return kernel.forward_of(arrays, scale, _hint(max_seqlen_q))
+        """o and lse, without autograd. given: what a call of the kernel takes beside these, by the same names."""
+        told = (cu_seqlens_q, cu_seqlens_k)
+        kernel, read, options = self._given(told, {**given, "seqused_k": seqused_k}, max_seqlen_q)
+        return kernel.forward_of({"q": q, "k": k, "v": v} | read, scale, options)
 
     def backward(  # type: ignore[override]
         self,
@@ -106,62 +113,44 @@ class VarlenKernel(Kernel):
         seqused_k: Any = None,
         *,
         scale: float | None = None,
-        mask_aux: Aux = None,
-        score_aux: Aux = None,
         aux_grads: Collection[str] = (),
+        **given: Any,
     ) -> tuple[Any, ...]:
-        """dq, dk, dv from the forward's inputs and outputs, the gradient of o, and that of lse, None for zero.
+        """dq, dk, dv (and dsinks) from the forward's inputs and outputs, the gradient of o, and that of lse, None for
+        zero.
 
         o, dout: (total_q, heads, head_dim_v). lse, dlse: float32 (heads, total_q). The gradients of keys that
-        seqused_k leaves out are zero. aux_grads: as of a kernel for sequences of one length.
+        seqused_k leaves out are zero. aux_grads: as of a kernel for sequences of one length. given: as the forward was
+        given.
         """
-        kernel, arrays = self._given(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, mask_aux, score_aux)
+        kernel, read, options = self._given((cu_seqlens_q, cu_seqlens_k), {**given, "seqused_k": seqused_k}, None)
+        arrays = {"q": q, "k": k, "v": v} | read
         arrays |= {"o": o, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-        *own, found = kernel.gradients(arrays, scale, PLAIN, aux_grads)
+        *own, found = kernel.gradients(arrays, scale, options, aux_grads)
         return (*own, found) if aux_grads else tuple(own)
 
     def _given(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        seqused_k: Any,
-        mask_aux: Aux,
-        score_aux: Aux,
-    ) -> tuple[VarlenKernel, dict[str, Any]]:
-        """The kernel for what a call brings, and its arrays by their names in it."""
+        self, told: tuple[Any, Any], given: dict[str, Any], max_seqlen_q: Any
+    ) -> tuple[VarlenKernel, dict[str, Any], Options]:
+        """The kernel for what a call brings, its arrays but q, k and v by their names in it, and the rest."""
+        if given.get("block_mask") is not None:
+            raise ValueError(
+                "block_mask is of sequences of one length; leave it out of a call with packed ones, whose kernels skip "
+                "what mask_mod hides by intervals"
+            )
         kernel: Any
-        kernel, aux, _ = self._with(seqused_k).resolve(mask_aux, score_aux)
-        told = dict(zip(sequences.OFFSETS, (cu_seqlens_q, cu_seqlens_k), strict=True))
-        told |= {} if seqused_k is None else {sequences.USED: seqused_k}
-        return kernel, {"q": q, "k": k, "v": v} | aux | told
+        kernel, read, options = self.resolve(**given)
+        arrays = dict(zip(sequences.OFFSETS, told, strict=True))
+        return kernel, read | arrays, replace(options, queries=_hint(max_seqlen_q))
 
-    def _bind(
-        self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, options: Options = PLAIN
-    ) -> Call:
-        call = super()._bind(library, stage, arrays, scale, options)
-        if call.launches is None:  # what is on the host anyway is looked at: it would decide what is read
-            sequences.check_values(library, arrays)
-        return call
-
-    def _with(self, seqused_k: Any) -> VarlenKernel:
-        """The kernel of calls that say how many keys are used, or of those that do not."""
-        return self if seqused_k is None else self._used
-
-    @cached_property
-    def _used(self) -> VarlenKernel:
-        retrace = self._retrace
-        again = None if retrace is None else lambda *types: replace(retrace(*types), used=True)
-        surroundings = (self.arch, self.layout, self.target, self._pinned)
-        return type(self)(replace(self.spec, used=True), *surroundings, again)
+    def check_values(self, library: Library, arrays: dict[str, Any]) -> None:
+        sequences.check_values(library, arrays)
 
     def _problem(self, library: Library, arrays: dict[str, Any]) -> sequences.PackedProblem:
         return sequences.check(self.spec, library, arrays)
 
     def _read(self) -> tuple[str, ...]:
-        return (*super()._read(), *sequences.OFFSETS, *((sequences.USED,) if self.spec.used else ()))
+        return (*super()._read(), *sequences.OFFSETS)
 
     def _lse_shape(self, problem: Any) -> tuple[int, ...]:
         return problem.heads, problem.seqlen_q
@@ -170,7 +159,7 @@ class VarlenKernel(Kernel):
         return seqlen, heads, width
 
 
-def _hint(max_seqlen_q: Any) -> Options:
+def _hint(max_seqlen_q: Any) -> int:
     """What the longest sequence says of the tiles: where it is not short, that no heads are packed."""
     longest = sequences.check_longest("max_seqlen_q", max_seqlen_q)
-    return Options(queries=longest if longest is not None and longest <= FEW else 0)
+    return longest if longest is not None and longest <= FEW else 0

@@ -75,7 +75,8 @@ def delta(spec: Spec) -> Kernel:
     accumulator = () if spec.deterministic else (_dq_accumulator(), parts.register("dq_acc", "block_q", "head_dim"))
     lse = load("lse_row", I)
     no_part = lse.equals(NEG_INF)
-    if spec.score is not None:  # which may make anything of the zero scores of rows behind the end
+    # A score may make anything of the zeros of rows behind the end; the sums of sinks go through all rows there are.
+    if spec.score is not None or (spec.sinks is not None and spec.varlen):
         no_part = no_part | (Q_START + I >= SEQLEN_Q)
     return Kernel(
         name="attention_delta",

@@ -89,7 +89,7 @@ DIAGONAL = Var("diagonal")
 def backward_aux(spec: Spec, part: Part) -> Kernel:
     """The kernel of one part."""
     kernel = {ROWS: _rows, COLUMNS: _columns, PAIRS: _pairs, DIAGONALS: _diagonals}[part.walk](spec, part)
-    return varlen.packed(kernel, spec) if spec.varlen else kernel
+    return varlen.with_lengths(kernel, spec)
 
 
 def _rows(spec: Spec, part: Part) -> Kernel:

@@ -3,7 +3,8 @@
     O = (keep * P / (1 - p)) V     dV = (keep * P / (1 - p))^T dO     dP = keep / (1 - p) * (dO V^T)
 P is the softmax as without it, and so is the LSE; delta = rowsum(dO * O) stays sum_j P dP. Whether an element is kept
 follows from the seed, the offset, and the element's own place (`Random` in ir/expr.py), so that every kernel and every
-tile has the same answer, and the backward stores nothing.
+tile has the same answer, and the backward stores nothing. Of packed sequences the place is within the sequence, whose
+number is that of the batch.
 
 The division comes last: `inverse` of a row in the forward, dv and dP in the backward. There the sign of P, which has
 none of its own, tells what is dropped, so that one random number is enough for dV and dS.

@@ -21,6 +21,7 @@ QUERIES = Buffer("q_list", ("any",) * 4, I32, Space.GLOBAL, by_element=True)
 # By powers of two, these are shifts; / and % of signed numbers take more instructions and registers.
 ENTRY = Var("entry")
 PLACE, PARTIAL = binary("floor_div", ENTRY, 2), binary("floor_mod", ENTRY, 2)
+WHERE_PARTIAL = PARTIAL.equals(1)
 MAX_BLOCKS = 1 << 20  # of a sequence: a constant, as the computing warps of Hopper have no registers for a division
 MAX_GROUP = 1 << 10  # heads of a group, so that an entry has 31 bits
 
@@ -53,4 +54,4 @@ def _over(name: str, buffer: str, row: tuple[Expr, ...], body: tuple[Stmt, ...],
 
 def masked(expr: Expr) -> Stmt:
     """The mask of a step, where its block is partial."""
-    return If(PARTIAL.equals(1), (Map("s", expr),), note="only blocks that are listed as partial are masked")
+    return If(WHERE_PARTIAL, (Map("s", expr),), note="only blocks that are listed as partial are masked")

@@ -141,8 +141,13 @@ def arguments_of(spec: Spec, transposed: bool) -> dict[str, Expr]:
 
 
 def longest_first(spec: Spec) -> bool:
-    """True where later blocks of queries see more keys. Lists may have any length: blocks then ask for their tiles."""
-    return spec.listed or grows(substitute(visible(spec), {"kv_start": KV_BLOCK * BLOCK_KV}), "kv_block", Q_START.name)
+    """True where later blocks of queries see more keys. Lists, and batches whose keys are counted, may have any number
+    of them: blocks then ask for their tiles."""
+    return (
+        spec.listed
+        or (spec.used and not spec.varlen)
+        or grows(substitute(visible(spec), {"kv_start": KV_BLOCK * BLOCK_KV}), "kv_block", Q_START.name)
+    )
 
 
 def exponent(spec: Spec) -> Expr:

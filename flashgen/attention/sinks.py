@@ -8,6 +8,7 @@ d lse_i / d t = exp(t - lse_i) and d P_ij / d t = -P_ij exp(t - lse_i), with del
 
 `epilogue`: what the forward does with the sums of its rows. A row without keys has O = 0 and LSE = t.
 `partial_sums`: of stretches of rows, from the vectors that attention_delta leaves; a stretch is a row of a tile.
+Packed sequences are one with all rows of the vectors, of which those of no sequence have an LSE of +inf there.
 `gradient`: the sum of these for each head. Both add in a fixed order.
 """
 
@@ -24,9 +25,25 @@ from flashgen.attention.parts import (
     HEADS,
     SEQLEN_Q,
 )
+from flashgen.attention.varlen import of_totals, workspace_rows
 from flashgen.ir.dtype import F32
 from flashgen.ir.expr import INF, Const, Expr, I, J, Var, ceil_div, exp2, load, log, maximum, select
-from flashgen.ir.nodes import Axis, Buffer, Copy, Fill, For, Kernel, Let, Level, Map, RowReduce, Space, Stmt, Window
+from flashgen.ir.nodes import (
+    Axis,
+    Buffer,
+    Copy,
+    Fill,
+    For,
+    Kernel,
+    Let,
+    Level,
+    Map,
+    RowReduce,
+    Scalar,
+    Space,
+    Stmt,
+    Window,
+)
 from flashgen.spec import Spec
 
 NAMES = ("attention_sink_sums", "attention_dsinks")
@@ -63,12 +80,12 @@ def partial_sums(spec: Spec) -> Kernel:
     row = FIRST + I
     batch, q_idx = row // Var("per_sequence"), row % Var("per_sequence") * BLOCK_KV + J
     lse, delta = (load(name, batch, HEAD, q_idx) for name in ("lse_log2", "delta"))
-    takes_part = (row < STRETCHES) & (q_idx < SEQLEN_Q) & (lse < INF)
+    takes_part = (row < STRETCHES) & (q_idx < _rows(spec)) & (lse < INF)
     return Kernel(
         name=NAMES[0],
         level=Level.TILE,
-        scalars=parts.SIZES,
-        axes=(Axis("stretch_block", ceil_div(BATCHES * _per_sequence(), BLOCK_Q)), Axis("head", HEADS)),
+        scalars=_sizes(spec),
+        axes=(Axis("stretch_block", ceil_div(_sequences(spec) * _per_sequence(spec), BLOCK_Q)), Axis("head", HEADS)),
         buffers=(
             *(_elements(name, "batches", "heads", "seqlen_q_padded") for name in ("lse_log2", "delta")),
             Buffer("sink_sums", ("one", "heads", "stretches"), F32, Space.GLOBAL),
@@ -77,8 +94,8 @@ def partial_sums(spec: Spec) -> Kernel:
             parts.register("part_sum", "block_q"),
         ),
         body=(
-            Let("per_sequence", _per_sequence(), note="stretches of block_kv queries"),
-            Let("stretches", BATCHES * Var("per_sequence")),
+            Let("per_sequence", _per_sequence(spec), note="stretches of block_kv queries"),
+            Let("stretches", _sequences(spec) * Var("per_sequence")),
             Let("first_stretch", Var("stretch_block") * BLOCK_Q),
             Map("part", select(takes_part, exp2(load("sinks", HEAD) * LOG2_E - lse) * delta, 0.0)),
             Fill("part_sum", Const(0.0)),
@@ -98,7 +115,7 @@ def gradient(spec: Spec) -> Kernel:
     return Kernel(
         name=NAMES[1],
         level=Level.TILE,
-        scalars=parts.SIZES,
+        scalars=_sizes(spec),
         axes=(Axis("head_block", ceil_div(HEADS, BLOCK_Q)),),
         buffers=(
             _elements("sink_sums", "one", "heads", "stretches"),
@@ -107,7 +124,7 @@ def gradient(spec: Spec) -> Kernel:
             parts.register("dsink_row", "block_q"),
         ),
         body=(
-            Let("stretches", BATCHES * _per_sequence()),
+            Let("stretches", _sequences(spec) * _per_sequence(spec)),
             Let("first_head", Var("head_block") * BLOCK_Q),
             Fill("dsink_row", Const(0.0)),
             For("stretch_block", Const(0), ceil_div(STRETCHES, BLOCK_KV), step),
@@ -117,8 +134,22 @@ def gradient(spec: Spec) -> Kernel:
     )
 
 
-def _per_sequence() -> Expr:
-    return ceil_div(SEQLEN_Q, BLOCK_KV)
+def _sizes(spec: Spec) -> tuple[Scalar, ...]:
+    return of_totals(parts.SIZES) if spec.varlen else parts.SIZES
+
+
+def _sequences(spec: Spec) -> Expr:
+    """Sequences in the vectors: packed ones are one."""
+    return Const(1) if spec.varlen else BATCHES
+
+
+def _rows(spec: Spec) -> Expr:
+    """Rows of each of these."""
+    return workspace_rows() if spec.varlen else SEQLEN_Q
+
+
+def _per_sequence(spec: Spec) -> Expr:
+    return ceil_div(_rows(spec), BLOCK_KV)
 
 
 def _elements(name: str, *shape: str) -> Buffer:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 
+from flashgen.attention.lengths import USED, of_used_keys
 from flashgen.attention.parts import BATCH, BATCHES
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import Const, Expr, Search, Var, ceil_div, load, minimum, select, variables
@@ -25,19 +26,25 @@ from flashgen.spec import Spec
 
 ROW_BLOCK, PADDING, WORKSPACE_BEGIN = Var("row_block"), Var("padding"), Var("workspace_begin")
 OFFSETS = {"q": "cu_seqlens_q", "k": "cu_seqlens_k"}
-USED = "seqused_k"
 ARRAYS = (*OFFSETS.values(), USED)
 WORKSPACES = ("lse_log2", "delta", "dq_workspace")
 
 
 def of_sequences(nest: Callable[[Spec], Kernel]) -> Callable[[Spec], Kernel]:
-    """The loop nest as it is, or for packed sequences where the spec has these."""
+    """The loop nest as it is, or for packed sequences, or padded ones, where the spec has these."""
 
     @wraps(nest)
     def made(spec: Spec) -> Kernel:
-        return packed(nest(spec), spec) if spec.varlen else nest(spec)
+        return with_lengths(nest(spec), spec)
 
     return made
+
+
+def with_lengths(kernel: Kernel, spec: Spec) -> Kernel:
+    """The kernel for what the spec has: packed sequences, padded ones, or sequences of one length."""
+    if spec.varlen:
+        return packed(kernel, spec)
+    return of_used_keys(kernel) if spec.used else kernel
 
 
 def packed(kernel: Kernel, spec: Spec) -> Kernel:
@@ -45,9 +52,7 @@ def packed(kernel: Kernel, spec: Spec) -> Kernel:
     block_axis, head_axis, _ = kernel.axes
     own = "q" if block_axis.name == "q_block" else "k"
     rows: Expr = Var("block_q") // heads_in_tile(kernel) if own == "q" else Var("block_kv")
-    scalars = tuple(replace(item, name=item.name.replace("seqlen_", "total_")) for item in kernel.scalars)
-    if any(item.name in WORKSPACES for item in kernel.buffers):
-        scalars = (*scalars, Scalar(PADDING.name, I32))
+    scalars = of_totals(kernel.scalars, any(item.name in WORKSPACES for item in kernel.buffers))
     moved = rewrite_kernel(kernel, lambda stmt: _moved(kernel, stmt, spec)).body
     body = (*_needed(_place(own, rows, block_axis, spec), moved), *moved)
     read = {name_of(place) for stmt in statements(body) for place in stmt.reads()}
@@ -59,6 +64,18 @@ def packed(kernel: Kernel, spec: Spec) -> Kernel:
         buffers=(*map(_buffer, kernel.buffers), *arrays),
         body=body,
     )
+
+
+def of_totals(scalars: tuple[Scalar, ...], workspaces: bool = True) -> tuple[Scalar, ...]:
+    """The scalars with totals in place of lengths; of kernels with workspaces, what these are padded to too."""
+    renamed = tuple(replace(item, name=item.name.replace("seqlen_", "total_")) for item in scalars)
+    return (*renamed, Scalar(PADDING.name, I32)) if workspaces else renamed
+
+
+def workspace_rows() -> Expr:
+    """Rows of a workspace, all of which attention_delta writes; none where there are no queries, and no block of it."""
+    total = Var("total_q")
+    return minimum(total, 1) * (total // PADDING + BATCHES) * PADDING
 
 
 def _buffer(buffer: Buffer) -> Buffer:

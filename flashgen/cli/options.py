@@ -52,6 +52,7 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         click.option("--dropout", is_flag=True, help="A part of the probabilities is dropped, which each call says."),
         click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
+        click.option("--used", is_flag=True, help="Of the keys of each batch only the first seqused_k[b] are used."),
         click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one behind the other."),
         click.option("--packed", type=int, default=1, help="Query heads that share a tile, on sm_90a: 2, 4 ... 64."),
         click.option("--length", type=click.Choice(LENGTHS[1:]), help="For few or many keys, where tiles differ."),
@@ -86,6 +87,7 @@ def parse_problem(
     dropout: bool,
     dtype: str,
     deterministic: bool,
+    used: bool,
     varlen: bool,
     packed: int,
     length: str | None,
@@ -101,7 +103,7 @@ def parse_problem(
         raise ValueError(f"{', '.join(given)} cannot be given beside {file}, whose `options` say all; change it there")
     causal, mask, score = variants.functions(**{"causal": False} | given) if file is None else functions_of(file)
     same = (head_dim, width, parse_dtype(dtype), causal, deterministic)
-    more: dict[str, Any] = {"mask": mask, "score": score, "varlen": varlen, "dropout": dropout}
+    more: dict[str, Any] = {"mask": mask, "score": score, "varlen": varlen, "used": used, "dropout": dropout}
     spec = Spec(*same, packed=packed, length=length or "", sinks=F32 if sinks else None, **more)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)

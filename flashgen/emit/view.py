@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from functools import cached_property
 
+from flashgen.attention.lengths import batch_rows
 from flashgen.emit.cexpr import c_text, no_element
 from flashgen.ir.expr import (
     Binary,
@@ -355,6 +356,9 @@ def _box(window: Window, direction: str, names: Names) -> Fields:
     batch, head, row = (names.uniform(index) for index in window.origin)
     if window.rows is None:
         return {"tensor": window.buffer, "move": f"tma_{direction}", "position": f"{row}, {head}, {batch}"}
+    through = batch_rows(window.buffer)
+    if through in names.scalars:
+        row = names.uniform(window.origin[0] * Var(through) + window.origin[2])
     position = f"{row}, {names.uniform(window.rows)}, {head}"
     return {"tensor": window.buffer, "move": f"tma_{direction}_rows", "position": position}
 

@@ -18,6 +18,9 @@ With sinks, a logit t for each head, the denominator has one term more, exp(t), 
 
     dt = sum_i exp(t - lse_i) (dlse_i - delta_i)
 
+Packed sequences, and batches of which only some keys are used, are a call of this for each of them, with its own rows:
+`first_batch` says its number, and what dropout keeps of it is that part of `flashgen.dropout_mask`.
+
 With dropout, o_i = sum_j r_ij p_ij v_j, where r_ij is 1 / (1 - dropout_p) for what is kept and 0 else. Then
 
     dv_j = sum_i r_ij p_ij do_i     dp_ij = r_ij do_i . v_j

@@ -271,7 +271,7 @@ def _tile_dims(block: _Block, window: Window) -> tuple[str, ...]:
     buffer = block.buffers[window.buffer]
     if buffer.layout_of:
         return block.buffers[buffer.layout_of].shape
-    rows = "block_kv" if buffer.shape[2] in ("seqlen_k", "total_k") else "block_q"
+    rows = "block_kv" if buffer.shape[2] in ("seqlen_k", "total_k", "length_k") else "block_q"
     return (rows, *buffer.shape[3:])
 
 

@@ -13,6 +13,7 @@ from flashgen.lower.sm90 import (
     direction,
     divide,
     guess,
+    lengths,
     listed,
     order,
     overlap,
@@ -42,6 +43,7 @@ SM80_PASSES: tuple[Pass, ...] = (
 SM90_PASSES: tuple[Pass, ...] = (
     direction.last_block_first,
     select.instructions,
+    lengths.number_rows,
     random.share_counters,
     bulk.add_in_bulk,
     bulk.heads_side_by_side,

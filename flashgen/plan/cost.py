@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from flashgen.attention.varlen import ROW_BLOCK
 from flashgen.ir.expr import (
     Binary,
     Cast,
@@ -39,6 +40,7 @@ OTHER_OVERHEAD_REGISTERS = 40
 ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
 RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and as many beside a score function
+PLACE_REGISTERS = 8  # more where they are made for packed sequences: where a sequence lies is found, no argument
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
 STEP_LATENCY = 400
@@ -139,6 +141,11 @@ def draws(kernel: Kernel) -> bool:
     return any(
         isinstance(node, Random) for stmt, _ in _looped(kernel) if isinstance(stmt, Map) for node in walk(stmt.expr)
     )
+
+
+def draws_in_sequences(kernel: Kernel) -> bool:
+    """True for a kernel with random numbers for packed sequences."""
+    return kernel.axes[0].name == ROW_BLOCK.name and draws(kernel)
 
 
 @remembered
@@ -276,6 +283,7 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
         overhead += SPLIT_OVERHEAD_REGISTERS
     if kernel.name == "attention_forward" and draws(kernel):
         overhead += RANDOM_REGISTERS * (2 if scores(kernel) else 1)
+    overhead += PLACE_REGISTERS * draws_in_sequences(kernel)
     loaded = loaded_values(kernel, sizes, layouts["s"]) if "s" in layouts else 0
     overhead += loaded + min(loaded, ADDRESS_REGISTERS)
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead

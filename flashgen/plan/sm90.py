@@ -187,9 +187,10 @@ def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     """What random numbers take, counted on compiled kernels: with more registers the compiler makes more at a time."""
     if not cost.draws(kernel):
         return 0
+    place = cost.PLACE_REGISTERS * cost.draws_in_sequences(kernel)
     if sizes["block_q"] == 192:
-        return 24 if cost.scores(kernel) else 8
-    return max(8, sizes["block_kv"] // 2 - 16)
+        return (24 if cost.scores(kernel) else 8) + place
+    return max(8, sizes["block_kv"] // 2 - 16) + place
 
 
 def _loading_registers(kernel: Kernel, sizes: dict[str, int]) -> int:

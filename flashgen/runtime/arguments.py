@@ -36,6 +36,10 @@ class Problem:
         """Rows of a workspace with room for whole blocks of queries."""
         return -(-self.seqlen_q // block_q) * block_q
 
+    def summed_rows(self, block_q: int) -> int:
+        """Rows of a vector through which the sums of sinks go; block_q: to which workspaces are padded."""
+        return self.seqlen_q
+
     def scalars(self, scale: float) -> dict[str, int | float]:
         return {
             "batches": self.batch,
@@ -44,6 +48,7 @@ class Problem:
             "group": self.heads // self.heads_kv,
             "seqlen_q": self.seqlen_q,
             "seqlen_k": self.seqlen_k,
+            "length_k": self.seqlen_k,
             "scale": scale,
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,

@@ -101,6 +101,11 @@ class BlockMask:
                 f"block_mask is of {_masks(self)} but this kernel has {_masks(spec)}; make it with the causal, window "
                 "and mask_mod of the kernel, and arrays of the same types"
             )
+        if spec.used and (self.causal or depends(self.mask, "seqlen_k")):
+            raise ValueError(
+                "block_mask is of a mask that depends on seqlen_k, which seqused_k makes another in each batch; leave "
+                "block_mask out"
+            )
         for name in ("seqlen_q", "seqlen_k"):
             if getattr(self, name) != getattr(problem, name):
                 found, size = getattr(self, name), getattr(problem, name)

@@ -82,6 +82,8 @@ def mask(seed: int, offset: int, p: float, batch: int, heads: int, seqlen_q: int
     first, and the counter is (kv, q, b * heads + h, offset), where elements 8 queries or 8 keys apart share one:
         kv = kv_idx // 16 * 8 + kv_idx % 8     q = q_idx // 16 * 8 + q_idx % 8
     Of the four words an element has number 2 * (q_idx // 8 % 2) + kv_idx // 8 % 2.
+    Of packed sequences b is the number of the sequence, and q_idx and kv_idx are counted within it: with the longest
+    lengths, sequence b keeps what mask[b, :, :queries, :keys] says.
     Raises ValueError or TypeError for what is no dropout of a call, and for sizes that are negative.
     """
     import numpy as np

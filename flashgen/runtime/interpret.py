@@ -65,7 +65,8 @@ def backward(
     arrays["dq_workspace"] = np.full((*rows, sizes["head_dim"]), np.nan, np.float32)
     for stage in stages[1:]:
         if stage.tile.name == "attention_sink_sums":
-            shape = workspaces.stretches(stage, problem.batch, problem.heads, problem.seqlen_q)
+            summed = problem.summed_rows(sizes["block_q"])
+            shape = workspaces.stretches(stage, problem.batch, problem.heads, summed)
             arrays["sink_sums"] = np.full(shape, np.nan, np.float32)
             arrays["dsinks"] = np.full((1, 1, problem.heads), np.nan, np.float32)
         _run(stage, arrays, call, drop, sizes["block_q"])
@@ -104,6 +105,17 @@ def block_counts(stages: Stages, library: Library, given: dict[str, Any], visibl
     arrays = {"visible": counts} | _read((stages,), library, given)
     tile.run(lower.tile(stages.tile), stages.plan.sizes, arrays, sizes | {"batches": batches})
     visible[...] = library.from_numpy(counts.reshape(visible.shape), visible, float32=True)
+
+
+def reads(stages: Stages, library: Library, given: dict[str, Any], sizes: dict[str, Any], count: int) -> np.ndarray:
+    """How many elements read outside of an array, for each head and block."""
+    import numpy as np
+
+    from flashgen.interp import tile
+
+    outside = np.full((1, sizes["heads"], count), np.nan, np.float32)
+    tile.run(lower.tile(stages.tile), stages.plan.sizes, {"outside": outside} | _read((stages,), library, given), sizes)
+    return outside
 
 
 def _run(stages: Stages, arrays: dict[str, np.ndarray], call: Any, drop: Drop | None, padding: int = 0) -> None:

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 
 from flashgen.attention import dropout
+from flashgen.attention.lengths import USED, batch_rows
 from flashgen.build import Stages
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import evaluate
@@ -19,7 +20,7 @@ from flashgen.runtime import launch, tile_counters
 from flashgen.runtime.compile import Cubin, nvrtc
 from flashgen.runtime.dropping import LAYOUT, Drop
 from flashgen.runtime.launch import MAX_BLOCKS, Launcher
-from flashgen.runtime.tensormap import ALIGNMENT, MAP_BYTES, TensorMap
+from flashgen.runtime.tensormap import ALIGNMENT, MAP_BYTES, TensorMap, through_batches
 
 Strides = Sequence[int]
 ADDRESS = struct.Struct("<Q")
@@ -36,6 +37,8 @@ class Program:
         self.buffers = [item for item in stages.machine.buffers if item.space is Space.GLOBAL]
         self.tensors = [item.name for item in self.buffers if item.shape]
         self.mapped = mapped(stages.machine)
+        scalars = {item.name for item in stages.machine.scalars}
+        self._counted = {name for name in self.mapped if batch_rows(name) in scalars}
         self._lock = threading.Lock()
 
     @cached_property
@@ -77,7 +80,9 @@ class Program:
             if item.name in self.mapped
         }
         batch_bytes = [
-            0 if item.by_element else strides[item.name][0] * item.dtype.bytes for item in self.buffers if item.shape
+            0 if item.by_element and item.name != USED else strides[item.name][0] * item.dtype.bytes
+            for item in self.buffers
+            if item.shape
         ]
         template = data + bytes(-len(data) % (ALIGNMENT if self.mapped else 8))
         x, y, z, *_ = (*extents, 1, 1)
@@ -115,6 +120,10 @@ class Program:
         """How TMA sees an array of (batch, head, row, column): a box is 64 columns of some rows of some heads."""
         batches, heads, rows, cols = (int(scalars[dim]) for dim in item.shape)
         block = (64, *box(self.stages.machine, item.name, self.stages.plan.sizes))
+        if item.name in self._counted:  # padded batches, whose rows are counted through all of them
+            through = through_batches(strides, batches, rows)
+            assert through is not None, "a call of such batches takes the portable kernels"
+            return TensorMap.of_sequences(item.dtype.name, (cols, batches * rows, heads), through[0], strides[1], block)
         if item.shape[0] == "one":  # packed sequences
             return TensorMap.of_sequences(item.dtype.name, (cols, rows, heads), strides[2], strides[1], block)
         return TensorMap(item.dtype.name, (cols, rows, heads, batches), tuple(reversed(strides[:3])), block)

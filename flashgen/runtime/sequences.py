@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flashgen.attention.lengths import USED
+from flashgen.runtime import lengths
 from flashgen.runtime.arguments import (
     Problem,
     check_agreement,
-    check_device,
     check_elements,
     check_rank,
     check_reach,
@@ -22,7 +23,6 @@ from flashgen.spec import Spec, parse_integer
 
 LAYOUT = "thd"  # total, heads, head_dim
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-USED = "seqused_k"
 MAX_TOTAL = 2**30  # rows: a tensor map counts them from there backwards
 
 
@@ -35,6 +35,10 @@ class PackedProblem(Problem):
     def padded_rows(self, block_q: int) -> int:
         """Rows of a workspace: each sequence starts at a whole block, of which the numbers leave some out."""
         return (self.seqlen_q // block_q + self.sequences) * block_q
+
+    def summed_rows(self, block_q: int) -> int:
+        """All that there are, those between sequences too."""
+        return self.padded_rows(block_q)
 
     def scalars(self, scale: float) -> dict[str, int | float]:
         """As of sequences of one length, with the totals in place of that."""
@@ -72,14 +76,7 @@ def check_dimensions(name: str, array: Any) -> None:
 def _count(library: Library, arrays: Mapping[str, Any]) -> int:
     """The number of sequences."""
     for name in filter(arrays.__contains__, (*OFFSETS, USED)):
-        array = arrays[name]
-        if library.dtype_name(array) != "int32":
-            raise ValueError(f"{name} is {library.dtype_name(array)} and must be int32; cast it")
-        if len(array.shape) != 1:
-            raise ValueError(f"{name} has {len(array.shape)} dimensions and needs 1, a number for each sequence")
-        if array.shape[0] > 1 and library.strides(array)[0] != 1:
-            raise ValueError(f"{name} is not contiguous; call .contiguous() on it")
-        check_device(name, library, array, library.device(arrays["q"]))
+        lengths.check_integers(name, library, arrays)
     count, other = (arrays[name].shape[0] for name in OFFSETS)
     if count != other:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k have {count} and {other} elements; give both batch + 1")
@@ -95,21 +92,18 @@ def check_values(library: Library, arrays: Mapping[str, Any]) -> None:
 
     Of arrays on a GPU this waits for the device.
     """
-    lengths = {}
+    counts = {}
     for name, of in zip(OFFSETS, "qk", strict=True):
         offsets = library.to_numpy(arrays[name], "int32").astype("int64")
         total = arrays[of].shape[0]
-        lengths[of] = offsets[1:] - offsets[:-1]
+        counts[of] = offsets[1:] - offsets[:-1]
         if offsets[0] != 0:
             raise ValueError(f"{name} starts with {offsets[0]} and must with 0; give the sums of earlier lengths")
-        if (lengths[of] < 0).any():
-            raise ValueError(f"{name} falls behind element {lengths[of].argmin()}; it must be in rising order")
+        if (counts[of] < 0).any():
+            raise ValueError(f"{name} falls behind element {counts[of].argmin()}; it must be in rising order")
         if offsets[-1] != total:
             raise ValueError(f"{name} ends with {offsets[-1]} but {of} has {total} rows; both must agree")
-    if USED in arrays:
-        used = library.to_numpy(arrays[USED], "int32")
-        if ((used < 0) | (used > lengths["k"])).any():
-            raise ValueError(f"{USED} must be from 0 to the keys that each sequence has; one is not")
+    lengths.check_values(library, arrays, counts["k"])
 
 
 def check_longest(name: str, longest: Any) -> int | None:

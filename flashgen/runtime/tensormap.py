@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -78,3 +79,18 @@ class TensorMap:
         if failed:
             raise RuntimeError(f"the driver refuses a tensor map (error {failed}) for {self}")
         return ctypes.string_at(aligned, MAP_BYTES)
+
+
+def through_batches(strides: Sequence[int], batches: int, rows: int) -> tuple[int, int] | None:
+    """The stride of rows, and how many lie from batch to batch, where rows are counted through all batches.
+
+    strides: of batch, head and row. rows: of one batch. None where it is no whole number, or the rows are too many.
+    """
+    batch, _, row = strides
+    if batches <= 1:
+        return row, 0
+    if rows <= 1:  # whose stride says nothing
+        return batch, 1
+    if row <= 0 or batch % row or batches * (batch // row) > LAST_ROW:
+        return None
+    return row, batch // row

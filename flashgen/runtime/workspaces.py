@@ -12,10 +12,10 @@ if TYPE_CHECKING:  # the compiler, which api.py imports when there is something 
     from flashgen.runtime.program import Program
 
 
-def shapes(made: Sequence[Program], batch: int, heads: int, rows: int, seqlen_q: int) -> dict[str, tuple[int, ...]]:
+def shapes(made: Sequence[Program], batch: int, heads: int, rows: int, summed: int) -> dict[str, tuple[int, ...]]:
     """The shape of each that these programs take, by name, padded to the blocks and the head_dim of the second's plan.
 
-    rows: of a head, seqlen_q or more.
+    rows: of a head, seqlen_q or more. summed: those through which the sums of sinks go.
     lse_log2 and delta: a number a query. dq_workspace: a row a query, to which attention_backward adds dq.
     sink_sums: a number for each stretch of queries, of which attention_dsinks makes the gradient of the sinks.
     """
@@ -24,14 +24,14 @@ def shapes(made: Sequence[Program], batch: int, heads: int, rows: int, seqlen_q:
     every = {"lse_log2": padded, "delta": padded, "dq_workspace": (*padded, sizes["head_dim"])}
     for program in made:
         if program.name == "attention_sink_sums":
-            every["sink_sums"] = stretches(program.stages, batch, heads, seqlen_q)
+            every["sink_sums"] = stretches(program.stages, batch, heads, summed)
     taken = {name for program in made for name in program.tensors}
     return {name: shape for name, shape in every.items() if name in taken}
 
 
-def stretches(stages: Stages, batch: int, heads: int, seqlen_q: int) -> tuple[int, int, int]:
+def stretches(stages: Stages, batch: int, heads: int, rows: int) -> tuple[int, int, int]:
     """The shape of what attention_sink_sums writes: a number for each of its stretches of the sequences of a head."""
-    return 1, heads, batch * -(-seqlen_q // stages.plan.sizes["block_kv"])
+    return 1, heads, batch * -(-rows // stages.plan.sizes["block_kv"])
 
 
 def strides(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -243,7 +243,7 @@ def test_beside_a_block_mask(inputs):
 
 @pytest.mark.parametrize("name", ["bias", "alibi"])
 def test_options_of_one_length_are_refused_for_packed_sequences(name):
-    refused(flashgen.compile, 16, varlen=True, **{name: True}, mentions=[f"{name} = True with varlen", "each sequence"])
+    refused(flashgen.compile, 16, varlen=True, **{name: True}, mentions=[f"{name} = True with varlen", "score_mod"])
 
 
 @pytest.mark.parametrize(
@@ -295,3 +295,31 @@ def test_nothing_to_add_up_is_zero(batch, seqlen_q, seqlen_k):
     bias, slopes = torch.ones(4, seqlen_q, 1).requires_grad_(), torch.ones(4).requires_grad_()
     found = torch.autograd.grad(flashgen.attention(q, k, v, bias=bias, alibi_slopes=slopes), (bias, slopes), do)
     assert [x.shape for x in found] == [bias.shape, slopes.shape] and not any(x.any() for x in found)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shape", [(2, 7), (2, 40), (3, 2, 20, 40)])
+def test_gradients_of_arrays_of_padded_batches(shape, deterministic):
+    index = {7: lambda b, h, i, j: (h, (i + j) % 7), 40: lambda b, h, i, j: (h, j)}.get(shape[-1])
+    if len(shape) == 4:
+        index = lambda b, h, i, j: (b, h, i, j)  # noqa: E731
+
+    def added(score, b, h, q_idx, kv_idx, t):
+        return score + t[index(b, h, q_idx, kv_idx)]
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, n, 2, 16, generator=generator).bfloat16() for n in (20, 40, 40))
+    dout, table = torch.randn(3, 20, 2, 16, generator=generator), torch.randn(*shape, generator=generator)
+    used = torch.tensor([40, 7, 0], dtype=torch.int32)
+    kernel = flashgen.compile(16, False, score_mod=added, target="interpret", deterministic=deterministic)
+    table.requires_grad_()
+    o = kernel(q, k, v, score_aux=(table,), seqused_k=used)
+    (found,) = torch.autograd.grad((o.float() * dout).sum(), table)
+    wide = table.detach().double().requires_grad_()
+    b, h = torch.arange(3)[:, None, None, None], torch.arange(2)[:, None, None]
+    i, j = torch.arange(20)[:, None], torch.arange(40)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4 + wide[index(b, h, i, j)]
+    p = torch.softmax(scores.masked_fill(j >= used[:, None, None, None], -torch.inf), -1).nan_to_num(0)
+    expected_o = torch.einsum("bhij,bjhd->bihd", p, v.double())
+    (expected,) = torch.autograd.grad((expected_o * dout.double()).sum(), wide)
+    assert (found.double() - expected).abs().max() < 0.01 * expected.abs().max()

@@ -136,8 +136,3 @@ def test_each_launch_is_told_its_own(arch, monkeypatch):
                 assert args[one.late + 20 :] == template[one.late + 20 :]
     delta = kernel._launches("backward", programs("backward", kernel.spec, parse_arch(arch)), call, tiles)[0]
     assert delta.late is None
-
-
-def test_dropout_of_packed_sequences_is_refused():
-    with pytest.raises(ValueError, match="dropout = True with varlen is not supported"):
-        flashgen.compile(64, True, dropout=True, varlen=True)

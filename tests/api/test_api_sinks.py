@@ -165,8 +165,3 @@ def test_what_the_kernels_of_the_gradient_are_told(monkeypatch):
     assert struct.unpack_from("<3q", adds.template, sums) == (0, 60, 15)
     assert struct.unpack_from("<3q", adds.template, sinks) == (0, 1, 3)
     assert struct.unpack_from("<7q", ends.template, ends.offsets[0]) == (0, 60, 15, 1, 0, 3, 14)
-
-
-def test_sinks_of_packed_sequences_are_refused():
-    with pytest.raises(ValueError, match="sinks = True with varlen is not supported"):
-        flashgen.compile(64, True, sinks=True, varlen=True)

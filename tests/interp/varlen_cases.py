@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from attention_cases import Problem
+from attention_cases import DROPPED, Problem
 from functions import arrays_of
 
 from flashgen.interp import reference
+from flashgen.runtime import dropping
 
 QUERIES, KEYS = ("q", "dout", "o", "dq"), ("k", "v", "dk", "dv")
 
@@ -60,6 +61,7 @@ class Sequences(Problem):
         found = super().outputs(dims)
         self.padding = dims["block_q"]
         rows = (self.seqlen_q // self.padding + len(self.queries)) * self.padding
+        found["sink_sums"] = np.full((1, self.heads, -(-rows // dims["block_kv"])), np.nan, np.float32)
         for name in ("delta", "lse_log2", "dq_workspace"):
             found[name] = np.full((1, self.heads, rows, *found[name].shape[3:]), np.nan, np.float32)
         return found
@@ -73,7 +75,10 @@ class Sequences(Problem):
         }
         for number in set(range(len(self.queries))) - set(self.foreign):
             for name, array in self._dense(number).items():
-                self.of(found, name, number)[...] = array
+                if name == "dsinks":
+                    found[name] = found.get(name, 0.0) + array
+                else:
+                    self.of(found, name, number)[...] = array
         return found
 
     def alone(self, number):
@@ -82,16 +87,23 @@ class Sequences(Problem):
         part = {name: self.of(self.arrays, name, number) for name in ("q", "k", "v", "dout", "dlse")}
         part |= {name: part[name][:, :used] for name in ("k", "v")}
         tiles = (part[name].transpose(1, 0, 2)[None] for name in ("q", "k", "v", "dout"))
-        return (*tiles, part["dlse"][None]), self.options() | {"first_batch": number}
+        options = self.options() | {"first_batch": number}
+        if self.spec.dropout:
+            p, seed, offset = DROPPED
+            sizes = (len(self.queries), self.heads, max(self.queries), max(self.keys))  # as of a padded batch
+            keep = dropping.mask(seed, offset, p, *sizes)[number, :, : self.queries[number], :used]
+            options |= {"keep": keep[None], "dropout_p": p}
+        return (*tiles, part["dlse"][None]), options
 
     def _dense(self, number):
         used = self.used[number] if self.spec.used else self.keys[number]
         (q, k, v, dout, dlse), options = self.alone(number)
         o, lse = reference.forward(q, k, v, **options)
-        dq, dk, dv = reference.backward(q, k, v, dout, dlse, **options)
+        dq, dk, dv, *dsinks = reference.backward(q, k, v, dout, dlse, **options)
         rest = [(0, self.keys[number] - used), (0, 0), (0, 0)]
         gradients = {"dk": np.pad(dk[0], rest), "dv": np.pad(dv[0], rest), "dq": dq[0], "o": o[0]}
-        return {name: x.transpose(1, 0, 2) for name, x in gradients.items()} | {"lse": lse[0]}
+        more = {"lse": lse[0]} | ({"dsinks": dsinks[0].reshape(1, 1, -1)} if dsinks else {})
+        return {name: x.transpose(1, 0, 2) for name, x in gradients.items()} | more
 
 
 def assert_close(problem, arrays, expected, names=("o", "lse", "dq", "dk", "dv")):

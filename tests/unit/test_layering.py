@@ -25,6 +25,7 @@ LAYERS = [
     {"build"},
     {"runtime"},
     {"runner", "catalog"},
+    {"checks"},
     {"kernel"},
     {"varlen", "blocks"},
     {"api"},

@@ -7,6 +7,7 @@ from flashgen.attention import backward, forward
 from flashgen.ir.dtype import F32
 from flashgen.plan import cost, planner, sm90, tuned
 from flashgen.plan.arch import parse_arch
+from flashgen.plan.plan import LAST_FIRST
 from flashgen.spec import Spec
 
 HOPPER = parse_arch("sm_90a")
@@ -40,8 +41,8 @@ def made(options, causal=True, head_dim=64, **others):
 
 
 def twin(candidate, others):
-    """The candidate that differs in the guess alone."""
-    traits = set(candidate.traits) ^ {sm90.GUESS}
+    """The candidate that differs in the guess alone, or in the guess that walks from the last block."""
+    traits = (set(candidate.traits) ^ {sm90.GUESS}) - {LAST_FIRST}
     (found,) = [
         other
         for other in others
@@ -57,8 +58,10 @@ def test_the_guess_is_the_choice_unless_scores_have_the_number_of_the_key(name, 
     rising = name in RISING
     _, kernel, plan = made((RISING | LEVEL)[name], **others)
     assert cost.rises(kernel) == rising
-    assert plan.has(sm90.GUESS) == (not rising)
-    assert (sm90.RISING in plan.explain()) == rising
+    backwards = plan.has(LAST_FIRST)
+    assert backwards == (name == "alibi" and not others), "where a measurement says so"
+    assert plan.has(sm90.GUESS) == (not rising or backwards)
+    assert (sm90.RISING in plan.explain()) == (rising and not backwards)
     fitting = [verdict for verdict in plan.verdicts if not verdict.rejection]
     for verdict in fitting:
         other, has = twin(verdict.candidate, plan.verdicts), sm90.GUESS in verdict.candidate.traits
@@ -90,7 +93,7 @@ def test_the_line_without_functions_is_taken_without_its_guess():
 
 def test_a_line_of_the_kind_may_have_a_guess(monkeypatch):
     """It was measured with these functions."""
-    spec, kernel, plan = made(RISING["alibi"])
+    spec, kernel, plan = made(RISING["slopes"])
     wanted = twin(plan.candidate, plan.verdicts).candidate
     text = tuned.line(kernel.name, spec, HOPPER, wanted, "CARD, DATE, 1 TFLOP/s", "COMMAND")
     monkeypatch.setattr(tuned, "TABLE", tuned.TABLE | eval("{" + text + "}", {"Measured": tuned.Measured}))

@@ -299,8 +299,8 @@ def test_a_variant_has_candidates_with_a_guess_of_the_maximum_and_without():
         (problem,) = candidates.problems("fwd", 64, variants.CAUSAL[variant], ARCH, variant)
         offered = [peer.verdict.candidate for peer in candidates.entrants(problem, ARCH, None)]
         guessed = [one for one in offered if "guessed maximum" in one.traits]
-        assert 0 < len(guessed) == len(offered) / 2
-        assert ("guessed maximum" in problem.plan().candidate.traits) == (variant != "alibi")
+        share = 2 / 3 if variant == "alibi" else 1 / 2  # with a guess from either end of the keys
+        assert 0 < len(guessed) == len(offered) * share
 
 
 @pytest.mark.parametrize("variant", variants.OF_ONE_LENGTH)

@@ -53,7 +53,7 @@ def take_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     if plan.dynamic:
         kernel = kernel.with_buffer(Buffer("tile_counter", (), I32, Space.GLOBAL))
         following = AskTile(TILE.name, note="not before this one is loaded: who asks early may get more than its share")
-    order = _longest_first(head_axis, plan) if q_axis.longest_first else _in_order(q_axis, head_axis)
+    order = _longest_first(head_axis, plan, kernel.scalars) if q_axis.longest_first else _in_order(q_axis, head_axis)
     turn = (*order, *kernel.body, following, Assign(DONE.name, DONE + 1))
     body = (
         Let(Q_BLOCKS.name, q_axis.extent),
@@ -81,16 +81,17 @@ def _in_order(q_axis: Axis, head_axis: Axis) -> tuple[Stmt, ...]:
     return Let("q_block", TILE % Q_BLOCKS), Let(head_axis.name, pair % heads), Let("batch", pair // heads)
 
 
-def _longest_first(head_axis: Axis, plan: Plan) -> tuple[Stmt, ...]:
+def _longest_first(head_axis: Axis, plan: Plan, scalars: tuple[Scalar, ...]) -> tuple[Stmt, ...]:
     """Some heads at a time, of each the last block of queries first; the last section may have fewer heads."""
     heads, section, within, width = head_axis.extent, Var("section"), Var("within"), Var("width")
     pairs = heads * BATCHES
     at_once, pair = Var("heads_at_once"), Var("pair")
     keys: Expr = Const(plan.keys_in_cache)
+    longest = Var("length_k" if any(item.name == "length_k" for item in scalars) else "seqlen_k")
     return (
         Let(
             "heads_at_once",
-            minimum(maximum(keys // maximum(Var("seqlen_k"), Const(1)), Const(1)) * (GROUP // plan.packed), pairs),
+            minimum(maximum(keys // maximum(longest, Const(1)), Const(1)) * (GROUP // plan.packed), pairs),
             note=f"{'blocks of ' * (plan.packed > 1)}heads whose keys and values stay in the L2",
         ),
         Let("section", TILE // (at_once * Q_BLOCKS)),
