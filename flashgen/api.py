@@ -45,7 +45,8 @@ def compile(
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
-    head_dim, head_dim_v: multiples of 8 from 8 to 256; head_dim_v is head_dim where None.
+    head_dim, head_dim_v: multiples of 8 from 8 to 576 and to 512; head_dim_v is head_dim where None. Where one is over
+        256 there is a forward alone, and a call with inputs that require gradients is refused.
     causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q; "top-left": up to i.
     dtype: "bfloat16", "float16", or the torch or NumPy dtype.
     layout: "bshd" (batch, seqlen, heads, head_dim) or "bhsd".

@@ -132,7 +132,8 @@ class Kernel(Runner):
         Raises ValueError for the made-up chip "toy".
         """
         check_real(self.arch)
-        every = programs("forward", self.spec, self.arch) + programs("backward", self.spec, self.arch)
+        stages = ("forward", "backward") if self.spec.differentiable else ("forward",)
+        every = [program for stage in stages for program in programs(stage, self.spec, self.arch)]
         return {program.name: KernelReport.of(program) for program in every}
 
     def explain(self) -> str:
@@ -155,7 +156,8 @@ class Kernel(Runner):
         The forward allocates nothing but its results.
 
         It holds for arrays with 16-byte aligned rows; others are copied, or take another plan. No GPU is needed, and
-        nothing is compiled. Raises ValueError or TypeError for sizes that a call may not have.
+        nothing is compiled. Raises ValueError or TypeError for sizes that a call may not have, and where there is no
+        backward.
         """
         given = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads}
         given["heads_kv"] = heads if heads_kv is None else heads_kv

@@ -107,6 +107,7 @@ class Runner:
 
         arrays: those of the forward, o, lse, dout, and dlse, which is zero where it is missing.
         """
+        self.spec.check_differentiable()
         q, sinks = arrays["q"], arrays.get("sinks")
         library = library_of(q)
         call = self._bind(library, "backward", arrays, scale, options)

@@ -9,7 +9,8 @@ from typing import Any
 from flashgen.ir.dtype import BF16, STORAGE, DType
 from flashgen.ir.expr import Expr
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = {"head_dim": 576, "head_dim_v": 512}
+MAX_BACKWARD = 256  # of either, where there is a backward
 MAX_PACKED = 64
 LENGTHS = ("", "short", "long")
 
@@ -42,7 +43,8 @@ class Function:
 class Spec:
     """One exact-attention problem up to its run-time sizes.
 
-    head_dim, head_dim_v: of query and key, and of value; multiples of 8 from 8 to 256.
+    head_dim, head_dim_v: of query and key, and of value; multiples of 8 from 8 to 576 and to 512. Over 256 there is a
+        forward alone.
     dtype: storage type of q, k, v and o; accumulation is float32.
     causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q.
     deterministic: the backward repeats bit for bit.
@@ -78,12 +80,11 @@ class Spec:
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
-            value = parse_integer(name, getattr(self, name), f"use a multiple of 8 from 8 to {MAX_HEAD_DIM}")
+            most = MAX_HEAD_DIM[name]
+            value = parse_integer(name, getattr(self, name), f"use a multiple of 8 from 8 to {most}")
             object.__setattr__(self, name, value)
-            if value < 8 or value > MAX_HEAD_DIM or value % 8:
-                raise ValueError(
-                    f"{name} = {value} must be a multiple of 8 from 8 to {MAX_HEAD_DIM}; pad the last axis"
-                )
+            if value < 8 or value > most or value % 8:
+                raise ValueError(f"{name} = {value} must be a multiple of 8 from 8 to {most}; pad the last axis")
         if self.packed not in (1, 2, 4, 8, 16, 32, MAX_PACKED):
             raise ValueError(f"packed = {self.packed} must be a power of two up to {MAX_PACKED}")
         if self.length not in LENGTHS:
@@ -93,6 +94,20 @@ class Spec:
     def arrays(self) -> tuple[Array, ...]:
         """What the functions read: the arrays of the mask, then those of the score function."""
         return tuple(array for function in (self.mask, self.score) if function for array in function.arrays)
+
+    @property
+    def differentiable(self) -> bool:
+        """True where there is a backward."""
+        return max(self.head_dim, self.head_dim_v) <= MAX_BACKWARD
+
+    def check_differentiable(self) -> None:
+        """ValueError where there is no backward."""
+        if not self.differentiable:
+            name = max(MAX_HEAD_DIM, key=lambda name: (getattr(self, name), name))
+            raise ValueError(
+                f"{name} = {getattr(self, name)} has no backward, which goes up to {MAX_BACKWARD}; detach q, k and v, "
+                "or call under torch.no_grad()"
+            )
 
     def forward(self) -> Spec:
         """The part that the forward depends on: specs that differ only in the backward share its kernel."""

@@ -41,9 +41,9 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
     made = (
         click.argument("file", required=False, type=click.Path()),
         click.option(
-            "--head-dim", type=int, default=128, show_default=True, help="Of q and k: a multiple of 8 to 256."
+            "--head-dim", type=int, default=128, show_default=True, help="Of q and k: a multiple of 8 to 576."
         ),
-        click.option("--head-dim-v", type=int, help="Of v, where it differs."),
+        click.option("--head-dim-v", type=int, help="Of v, where it differs: up to 512."),
         click.option("--causal/--full", help="Which keys a query sees.  [default: full]"),
         click.option("--top-left", is_flag=True, help="As --causal, aligned with the first key instead of the last."),
         click.option("--window", help="LEFT,RIGHT: keys seen on both sides; 'all' for any number of them."),
@@ -155,7 +155,7 @@ def select(spec: Spec, arch: Arch, kernel: str) -> Iterator[Stages]:
         raise ValueError(f"kernel = {kernel!r} is not known; use one of {', '.join(KERNELS)}")
     unfit, there = [], []
     for make, names in ((build.forward, {"forward"}), (build.backward, set(KERNELS) - {"forward", "all"})):
-        if wanted != "all" and wanted not in names:
+        if wanted not in names and not (wanted == "all" and (make is build.forward or spec.differentiable)):
             continue
         try:
             planned = make(spec, arch)

@@ -56,9 +56,9 @@ class Buffer:
     """A named array.
 
     `stages`: how many copies of a shared buffer are in flight. `warps`: how the rows and columns of a register
-    tile are divided among the warps (rows, columns), from `first_warp` on. `layout_of`: of a global accumulator, the
-    register tile that is added to it, in whose order it is kept. `by_element`: a global array of any rank and strides,
-    which expressions load element by element.
+    tile are divided among the warps (rows, columns), from `first_warp` on; `copies`: so many warps hold each part, with
+    the same values. `layout_of`: of a global accumulator, the register tile that is added to it, in whose order it is
+    kept. `by_element`: a global array of any rank and strides, which expressions load element by element.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Buffer:
     stages: int = 1
     warps: tuple[int, int] | None = None
     first_warp: int = 0
+    copies: int = 1
     layout_of: str = ""
     by_element: bool = False
 

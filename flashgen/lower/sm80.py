@@ -37,7 +37,8 @@ def _placed(kernel: Kernel, buffer: Buffer, plan: Plan) -> Buffer:
     if buffer.space is Space.SHARED:
         return replace(buffer, stages=plan.stages.get(buffer.name, 1))
     if buffer.space is Space.REGISTER:
-        return replace(buffer, warps=plan.layouts.get(buffer.name) or _rows_layout(kernel, buffer, plan))
+        warps = plan.layouts.get(buffer.name) or _rows_layout(kernel, buffer, plan)
+        return replace(buffer, warps=warps, copies=plan.copies(buffer.name))
     return buffer
 
 

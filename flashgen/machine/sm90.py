@@ -327,10 +327,12 @@ class TmaStore(Sm90Stmt):
     """dst = src for the 64 rows of a warpgroup, read from shared memory until WaitStored; clipped to what exists.
 
     Where dst has several heads, the 64 rows are those of whole heads, or whole parts of one.
+    across: so many warpgroups have the same rows, and store the columns of one part each; None for all columns.
     """
 
     dst: Window
     src: Tile
+    across: int | None = None
     NAME = "tma_store"
     NEEDS = "a barrier of the warpgroup has passed since each warp fenced its writes to src"
     WRITES = ("dst",)

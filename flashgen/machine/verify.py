@@ -51,11 +51,11 @@ def _check_wgmma(kernel: Kernel, plan: Plan, stmt: Wgmma) -> None:
         raise VerifyError(
             f"{kernel.name}: {stmt.acc} of {rows} x {cols} is not 64 rows a warpgroup by 8 to 256 columns"
         )
-    if across > 1 and cols != PANEL * across:
+    if across > 1 and cols % (PANEL * across):
         raise VerifyError(
             f"{kernel.name}: warpgroups divide the {cols} columns of {stmt.acc} by whole panels of {PANEL}"
         )
-    if isinstance(stmt.a, str) and (stmt.transpose_a or across > 1):
+    if isinstance(stmt.a, str) and (stmt.transpose_a or a.warps != (down, 1)):
         raise VerifyError(f"{kernel.name}: {stmt.a} in registers has the rows of its warpgroup, as they are")
 
 
@@ -77,7 +77,7 @@ def _check_product(kernel: Kernel, plan: Plan, stmt: MmaSync) -> None:
         raise VerifyError(f"{kernel.name}: {stmt.acc} = {a_shape} x {b_shape} has disagreeing shapes")
     if sizes[a_shape[1]] % k:
         raise VerifyError(f"{kernel.name}: {a_shape[1]} = {sizes[a_shape[1]]} is no multiple of the instruction's {k}")
-    if a.space is Space.REGISTER and a.warps != acc.warps:
+    if a.space is Space.REGISTER and a.warps != (acc.warps[0], 1):
         raise VerifyError(f"{kernel.name}: operand {a.name} is divided among the warps otherwise than {acc.name}")
 
 

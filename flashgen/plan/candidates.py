@@ -8,6 +8,7 @@ from itertools import product
 from flashgen.ir.nodes import Kernel, Space
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate
+from flashgen.plan.wide import divides_output, output_layouts
 
 Layout = tuple[int, int]
 
@@ -19,6 +20,8 @@ def candidates(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Ca
     """All candidates for a kernel whose loop walks over keys, over queries, or that has no loop."""
     if kernel.name == "attention_backward":
         yield from _backward(kernel, arch, sizes)
+    elif divides_output(kernel, sizes):
+        yield from _columns_of_output(kernel, arch)
     else:
         yield from _rows_of_queries(kernel, arch)
 
@@ -42,6 +45,20 @@ def _rows_of_queries(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
             warps=warps,
             stages=(("k_tile", stages), ("v_tile", stages)),
             layouts=tuple((name, (warps, 1)) for name in tile_names(kernel)),
+        )
+
+
+def _columns_of_output(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
+    """As many warps as divide the columns of O own the same rows of queries: each computes all scores of these."""
+    m = arch.mma[0]
+    for warps, across, block_kv, stages in product(arch.warps, (2, 4), _columns(arch), ((1, 1), (2, 1), (2, 2))):
+        if warps % across:
+            continue
+        yield Candidate(
+            blocks=(("block_q", warps // across * m), ("block_kv", block_kv)),
+            warps=warps,
+            stages=tuple(zip(("k_tile", "v_tile"), stages, strict=True)),
+            layouts=output_layouts(tile_names(kernel), warps // across, across),
         )
 
 

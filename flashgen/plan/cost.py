@@ -216,13 +216,15 @@ def loaded_registers(kernel: Kernel, sizes: Sizes, layout: tuple[int, int], addr
 
 def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int) -> Step:
     """The work of one step of the kernel's innermost loop."""
-    flops = shared_bytes = exponentials = elements = traffic = 0
+    flops = repeated = shared_bytes = exponentials = elements = traffic = 0
     for stmt, functions in _looped(kernel):
         if isinstance(stmt, Gemm):
+            copies = _copies(stmt.acc, layouts, warps)
             flops += gemm_flops(kernel, stmt, sizes)
-            shared_bytes += gemm_shared_bytes(kernel, stmt, sizes, layouts)
+            repeated += (copies - 1) * gemm_flops(kernel, stmt, sizes)
+            shared_bytes += copies * gemm_shared_bytes(kernel, stmt, sizes, layouts)
         elif isinstance(stmt, Map):
-            size = _elements(kernel.buffer(stmt.dst), sizes)
+            size = _elements(kernel.buffer(stmt.dst), sizes) * _copies(stmt.dst, layouts, warps)
             elements += size
             exponentials += size * functions
         elif isinstance(stmt, Copy) and isinstance(stmt.src, Window):
@@ -233,12 +235,17 @@ def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int)
             traffic += 2 * _bytes(kernel.buffer(stmt.src), sizes)
     return Step(
         flops=flops,
-        matrix=flops / 2 / arch.matrix_rate,
+        matrix=(flops + repeated) / 2 / arch.matrix_rate,
         shared=(shared_bytes + traffic) / arch.shared_bandwidth,
         special=exponentials / arch.exp_rate,
         arithmetic=elements / 64,
         traffic=traffic / L2_BYTES_PER_CLOCK,
     )
+
+
+def _copies(tile: str, layouts: Layouts, warps: int) -> int:
+    """Warps that compute each part of a tile."""
+    return warps // math.prod(layouts[tile]) if tile in layouts else 1
 
 
 def gemm_flops(kernel: Kernel, stmt: Gemm, sizes: Sizes) -> int:
@@ -252,7 +259,7 @@ def gemm_shared_bytes(kernel: Kernel, stmt: Gemm, sizes: Sizes, layouts: Layouts
     """Bytes that the warps together read from shared memory: every warp its rows of A and its columns of B."""
     a, b = kernel.buffer(stmt.a), kernel.buffer(stmt.b)
     along_rows, along_cols = layouts[stmt.acc]
-    routed = a.space is Space.REGISTER and (layouts[stmt.a] != layouts[stmt.acc] or along_cols != 1)
+    routed = a.space is Space.REGISTER and (layouts[stmt.a][0] != along_rows or layouts[stmt.a][1] != 1)
     from_shared = a.space is Space.SHARED or routed
     read_a = _bytes(a, sizes) * along_cols if from_shared else 0
     return read_a + _bytes(b, sizes) * along_rows
@@ -283,7 +290,8 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
 
 def _registers(buffer: Buffer, sizes: Sizes, threads: int, layouts: Layouts) -> int:
     if len(buffer.shape) == 2:
-        return -(-_bytes(buffer, sizes) // 4 // threads)
+        holding = 32 * math.prod(layouts[buffer.name]) if buffer.name in layouts else threads
+        return -(-_bytes(buffer, sizes) // 4 // holding)
     rows = next((layout[0] for layout in layouts.values()), 1)
     return -(-sizes[buffer.shape[0]] // rows // 8)
 

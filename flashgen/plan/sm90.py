@@ -10,7 +10,7 @@ Kernels with functions have each candidate with a guess and without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -22,6 +22,7 @@ from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import tile_names
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
 from flashgen.plan.smem import panel_bytes
+from flashgen.plan.wide import WARPGROUPS, divides_output, is_wide, output_layouts
 
 ROLE_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # Working out where tiles lie spills in a producer with 24 registers.
@@ -35,6 +36,9 @@ MANY_FUNCTIONS = 4
 # Beside what functions load, where heads share a tile and lists of blocks are walked: counted on compiled kernels.
 LISTED_REGISTERS = 8
 BLOCKS_KV = (64, 80, 96, 112, 128, 144, 160, 176, 192)
+# Of head dims over 256, whose tiles leave room for fewer keys, and perhaps for one stage of these.
+WIDE_BLOCKS_KV = (16, 32, 48, *BLOCKS_KV)
+WIDE_STAGES = ((2, 2), (2, 1), (1, 1))
 # Clocks of a step that no other warpgroup's work covers (fitted on an H200).
 STEP_LATENCY = 300
 # The time that a fixed order of tiles takes, where asking for the next takes 1: 0.98 at 4096, 1.05 at 512.
@@ -61,23 +65,31 @@ INPUTS = (("q_tile", "block_q", "head_dim"), ("k_tile", "block_kv", "head_dim"),
 CACHED_BYTES = 16 * 1024 * KIB  # of keys and values that are read at the same time, in an L2 of 50 MB and more
 
 
-def candidates(kernel: Kernel) -> Iterator[Candidate]:
-    """One, two or three computing warpgroups, each with 64 rows of queries, and one that loads."""
+def candidates(kernel: Kernel, sizes: Mapping[str, int]) -> Iterator[Candidate]:
+    """One, two or three computing warpgroups, and one that loads.
+
+    Each has 64 rows of queries, or two divide the columns of the same 64.
+    """
+    wide, divided = is_wide(sizes), divides_output(kernel, sizes)
+    blocks_kv, depths = (WIDE_BLOCKS_KV, WIDE_STAGES) if wide else (BLOCKS_KV, ((2, 2),))
+    counts = (WARPGROUPS,) if divided else (1, 2, 3)
     uneven = kernel.axes[0].longest_first or kernel.axes[0].name == ROW_BLOCK.name
     orders = ("dynamic",) if uneven else ("dynamic", "persistent")
     # What is dropped would hide a guess that was too low, and random numbers take longer than maxima.
     guesses: tuple[tuple[str, ...], ...] = () if cost.draws(kernel) else ((GUESS,),)
     more = cost.takes_functions(kernel)
     guesses += ((),) if more else ()
-    for warpgroups, block_kv, order, ahead, guess in product((1, 2, 3), BLOCKS_KV, orders, (False, True), guesses):
+    every = product(counts, blocks_kv, depths, orders, (False, True), guesses)
+    for warpgroups, block_kv, (k_stages, v_stages), order, ahead, guess in every:
         if ahead and more and warpgroups == 3:
             continue  # 160 registers are too few then: 8 to 70 bytes are spilled
         turns = ("in turns",) if warpgroups > 1 else ()
+        along_rows, across = (1, warpgroups) if divided else (warpgroups, 1)
         yield Candidate(
-            blocks=(("block_q", 64 * warpgroups), ("block_kv", block_kv)),
+            blocks=(("block_q", 64 * along_rows), ("block_kv", block_kv)),
             warps=4 * warpgroups + 4,
-            stages=(("k_tile", 2), ("v_tile", 2), *((("q_tile", 2),) if ahead else ())),
-            layouts=tuple((name, (4 * warpgroups, 1)) for name in tile_names(kernel)),
+            stages=(("k_tile", k_stages), ("v_tile", v_stages), *((("q_tile", 2),) if ahead else ())),
+            layouts=output_layouts(tile_names(kernel), 4 * along_rows, across),
             traits=(order, *turns, *guess),
         )
 
@@ -154,7 +166,8 @@ def _panels(name: str, offset: int, rows: int, cols: int, stages: int) -> Placem
 
 def registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     """The estimate for a thread that computes: scores, the packed operand that is still read, output, and the rest."""
-    tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + sizes["head_dim_v"] // 2
+    width = sizes["head_dim_v"] // (WARPGROUPS if divides_output(kernel, sizes) else 1)
+    tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + width // 2
     tiles += _loading_registers(kernel, sizes)
     return tiles + OVERHEAD_REGISTERS + _function_registers(kernel, sizes) + _random_registers(kernel, sizes)
 
@@ -210,15 +223,17 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     if taken > min(limit, arch.max_registers):
         return Verdict(candidate, rejection=f"about {taken} registers a thread exceed {limit}: it would spill")
     elements = sizes["block_q"] * sizes["block_kv"]
-    matrix = elements * (sizes["head_dim"] + sizes["head_dim_v"]) / arch.matrix_rate
-    softmax = elements * (1 / arch.exp_rate + 3 / 128)
+    copies = WARPGROUPS if divides_output(kernel, sizes) else 1
+    matrix = elements * (copies * sizes["head_dim"] + sizes["head_dim_v"]) / arch.matrix_rate
+    softmax = copies * elements * (1 / arch.exp_rate + 3 / 128)
     latency = STEP_LATENCY if warpgroups > 1 else 2 * STEP_LATENCY
+    latency += STEP_LATENCY * sum(count == 1 for _, count in candidate.stages)
     clocks = max(matrix, softmax) + min(matrix, softmax) / (1 + warpgroups) + latency
     total = clocks * 1e6 / (2 * elements * (sizes["head_dim"] + sizes["head_dim_v"])) * _factor(kernel, candidate)
     why = (
         f"{needed / KIB:.1f} KiB, {taken} registers; a step takes {matrix:.0f} clocks of matrix work, "
         f"{softmax:.0f} of softmax" + ", most steps twice" * (GUESS in candidate.traits and cost.rises(kernel))
-    )
+    ) + ", both warpgroups computing the scores" * (copies > 1)
     return Verdict(candidate, cost=total, why=why)
 
 
