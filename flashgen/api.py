@@ -42,6 +42,7 @@ def compile(
     varlen: bool = False,
     sinks: bool = False,
     dropout: bool = False,
+    shared_kv: bool = False,
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
@@ -69,6 +70,8 @@ def compile(
         counts t in, and t has a gradient. A query that sees no key has o = 0 and lse = t.
     dropout: each call drops a part of the probabilities, O = (keep * P / (1 - p)) V, and says which:
         kernel(q, k, v, dropout_p=p, dropout_seed=seed, dropout_offset=0). The LSE is that without dropout.
+    shared_kv: values are the first head_dim_v columns of the keys, as in MLA (head_dim=576, head_dim_v=512). They are
+        loaded once, and the kernel is called without them: kernel(q, k). A forward alone.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
@@ -78,6 +81,8 @@ def compile(
         raise TypeError(f"dropout = {dropout!r:.40} must be True or False; the call says how much, dropout_p=p")
     if not isinstance(sinks, bool):
         raise TypeError(f"sinks = {sinks!r:.40} must be True or False; the call brings the array, kernel(..., sinks=t)")
+    if not isinstance(shared_kv, bool):
+        raise TypeError(f"shared_kv = {shared_kv!r:.40} must be True or False; the call brings the array, kernel(q, k)")
     for name, flag in (("dropout", dropout), ("sinks", sinks)):
         if flag and varlen:
             raise ValueError(f"{name} = True with varlen is not supported; call a kernel with {name} for each sequence")
@@ -89,7 +94,7 @@ def compile(
         options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes)
         bottom_right, mask, score = variants.functions(causal, *options)
         same = (head_dim, width, parse_dtype(dtype), bottom_right, deterministic)
-        more: dict[str, Any] = {"sinks": F32 if sinks else None, "dropout": dropout}
+        more: dict[str, Any] = {"sinks": F32 if sinks else None, "dropout": dropout, "shared_kv": shared_kv}
         return Spec(*same, mask=mask, score=score, varlen=varlen, **more)
 
     spec = traced(None, None)

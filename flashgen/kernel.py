@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch
 from flashgen.runner import PLAIN, Options, Runner, programs
 from flashgen.runtime import auxiliary, dropping, launch, sink_arrays, workspaces
-from flashgen.runtime.arguments import check_sizes
+from flashgen.runtime.arguments import check_sizes, values_of
 from flashgen.runtime.arrays import library_of
 from flashgen.runtime.call import KernelReport
 from flashgen.spec import Spec, parse_integer
@@ -171,7 +171,7 @@ class Kernel(Runner):
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         *,
         scale: float | None = None,
         return_lse: bool = False,
@@ -185,6 +185,7 @@ class Kernel(Runner):
     ) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
 
+        v: left out, and only then, of a kernel compiled with shared_kv: it is k[..., :head_dim_v].
         mask_aux, score_aux: the arrays that mask_mod and score_mod take behind the others: float32, bfloat16,
         float16 or int32, of as many dimensions as they are indexed by, with any strides.
         sinks: of a kernel compiled with them, (heads,), float32 or the storage type: a logit for each head of q that
@@ -200,6 +201,7 @@ class Kernel(Runner):
         if traced_by_torch():
             return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, **given)
         kernel, read, options = self.resolve(**given)
+        v = values_of(self.spec, k, v)
         return kernel.attend({"q": q, "k": k, "v": v} | read, scale, options, return_lse)
 
     def attend(self, arrays: dict[str, Any], scale: float | None, options: Options, return_lse: bool) -> Any:
@@ -212,10 +214,12 @@ class Kernel(Runner):
         o, lse = attend(arrays, scale, options)
         return (o, lse) if return_lse else o
 
-    def forward(self, q: Any, k: Any, v: Any, *, scale: float | None = None, **given: Unpack[Given]) -> tuple[Any, Any]:
+    def forward(
+        self, q: Any, k: Any, v: Any = None, *, scale: float | None = None, **given: Unpack[Given]
+    ) -> tuple[Any, Any]:
         """o and lse, without autograd. given: what a call of the kernel takes beside these, by the same names."""
         kernel, read, options = self.resolve(**given)
-        return kernel.forward_of({"q": q, "k": k, "v": v} | read, scale, options)
+        return kernel.forward_of({"q": q, "k": k, "v": values_of(self.spec, k, v)} | read, scale, options)
 
     def backward(
         self,

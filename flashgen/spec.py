@@ -60,6 +60,7 @@ class Spec:
     dropout: probabilities are dropped at random; with which probability, and from which seed, is said by each call.
     sinks: the type of the array with a logit for each head that takes part in the denominators; None without.
     listed: loops over blocks walk lists that a call brings (flashgen.block_mask), not all blocks between limits.
+    shared_kv: values are the first head_dim_v columns of the keys, and are read from the keys' tile; a forward alone.
     """
 
     head_dim: int = 128
@@ -77,6 +78,7 @@ class Spec:
     sinks: DType | None = None
     dropout: bool = False
     listed: bool = False
+    shared_kv: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -85,6 +87,9 @@ class Spec:
             object.__setattr__(self, name, value)
             if value < 8 or value > most or value % 8:
                 raise ValueError(f"{name} = {value} must be a multiple of 8 from 8 to {most}; pad the last axis")
+        if self.shared_kv and self.head_dim_v > self.head_dim:
+            sizes = f"head_dim_v = {self.head_dim_v} exceeds head_dim = {self.head_dim}"
+            raise ValueError(f"{sizes}, of which values are the first columns with shared_kv; give v its own array")
         if self.packed not in (1, 2, 4, 8, 16, 32, MAX_PACKED):
             raise ValueError(f"packed = {self.packed} must be a power of two up to {MAX_PACKED}")
         if self.length not in LENGTHS:
@@ -98,10 +103,12 @@ class Spec:
     @property
     def differentiable(self) -> bool:
         """True where there is a backward."""
-        return max(self.head_dim, self.head_dim_v) <= MAX_BACKWARD
+        return max(self.head_dim, self.head_dim_v) <= MAX_BACKWARD and not self.shared_kv
 
     def check_differentiable(self) -> None:
         """ValueError where there is no backward."""
+        if self.shared_kv:
+            raise ValueError("a kernel with shared_kv has no backward; give k and v to one without, or detach q and k")
         if not self.differentiable:
             name = max(MAX_HEAD_DIM, key=lambda name: (getattr(self, name), name))
             raise ValueError(
@@ -124,6 +131,7 @@ class Spec:
         flags += [f"packed{self.packed}"] if self.packed > 1 else []
         flags += [self.length] if self.length else []
         flags += ["listed"] if self.listed else []
+        flags += ["sharedkv"] if self.shared_kv else []
         return "_".join([dims, self.dtype.cuda, *flags])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from flashgen.kernel import Aux, Kernel, traced_by_torch, untraced
 from flashgen.runner import PLAIN, Options
 from flashgen.runtime import sequences, workspaces
-from flashgen.runtime.arguments import check_sizes
+from flashgen.runtime.arguments import check_sizes, values_of
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.runtime.call import Call
 from flashgen.spec import parse_integer
@@ -59,7 +59,10 @@ class VarlenKernel(Kernel):
         score_aux: Aux = None,
         check: bool = False,
     ) -> Any:
-        """Attention of each sequence by itself; arguments, types and errors as in `flashgen.varlen_attention`."""
+        """Attention of each sequence by itself; arguments, types and errors as in `flashgen.varlen_attention`.
+
+        v: None, and only then, of a kernel compiled with shared_kv.
+        """
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
         if traced_by_torch():
             more: dict[str, Any] = {"scale": scale, "return_lse": return_lse, "seqused_k": seqused_k, "check": check}
@@ -133,7 +136,7 @@ class VarlenKernel(Kernel):
         kernel, aux, _ = self._with(seqused_k).resolve(mask_aux, score_aux)
         told = dict(zip(sequences.OFFSETS, (cu_seqlens_q, cu_seqlens_k), strict=True))
         told |= {} if seqused_k is None else {sequences.USED: seqused_k}
-        return kernel, {"q": q, "k": k, "v": v} | aux | told
+        return kernel, {"q": q, "k": k, "v": values_of(self.spec, k, v)} | aux | told
 
     def _bind(
         self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, options: Options = PLAIN

@@ -53,6 +53,7 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
         click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one behind the other."),
+        click.option("--shared-kv", is_flag=True, help="Values are the first columns of the keys: 576 and 512 of MLA."),
         click.option("--packed", type=int, default=1, help="Query heads that share a tile, on sm_90a: 2, 4 ... 64."),
         click.option("--length", type=click.Choice(LENGTHS[1:]), help="For few or many keys, where tiles differ."),
         click.option("--arch", default="sm_80", show_default=True, help=f"{', '.join(ARCHES)}."),
@@ -87,6 +88,7 @@ def parse_problem(
     dtype: str,
     deterministic: bool,
     varlen: bool,
+    shared_kv: bool,
     packed: int,
     length: str | None,
     arch: str,
@@ -101,7 +103,7 @@ def parse_problem(
         raise ValueError(f"{', '.join(given)} cannot be given beside {file}, whose `options` say all; change it there")
     causal, mask, score = variants.functions(**{"causal": False} | given) if file is None else functions_of(file)
     same = (head_dim, width, parse_dtype(dtype), causal, deterministic)
-    more: dict[str, Any] = {"mask": mask, "score": score, "varlen": varlen, "dropout": dropout}
+    more: dict[str, Any] = {"mask": mask, "score": score, "varlen": varlen, "dropout": dropout, "shared_kv": shared_kv}
     spec = Spec(*same, packed=packed, length=length or "", sinks=F32 if sinks else None, **more)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)

@@ -201,7 +201,10 @@ class Fill(Stmt):
 
 @dataclass(frozen=True)
 class Gemm(Stmt):
-    """acc (+)= op(a) op(b), with float32 accumulation; op transposes where the flag says so."""
+    """acc (+)= op(a) op(b), with float32 accumulation; op transposes where the flag says so.
+
+    columns: of b only the first ones, as many as this dimension; "" for all.
+    """
 
     acc: str
     a: str
@@ -209,6 +212,7 @@ class Gemm(Stmt):
     transpose_a: bool = False
     transpose_b: bool = False
     accumulate: bool = False
+    columns: str = ""
     WRITES = ("acc",)
     READS = ("a", "b")
 

@@ -96,7 +96,8 @@ def stmt_text(stmt: Stmt) -> str:
             return f"{place_text(stmt.dst)} = fill {text(stmt.value)}"
         case Gemm():
             a, b = stmt.a + "^T" * stmt.transpose_a, stmt.b + "^T" * stmt.transpose_b
-            return f"{stmt.acc} {'+=' if stmt.accumulate else '='} gemm {a}, {b}"
+            part = f"[:, :{stmt.columns}]" if stmt.columns else ""
+            return f"{stmt.acc} {'+=' if stmt.accumulate else '='} gemm {a}, {b}{part}"
         case Map():
             return f"{stmt.dst} = map {text(stmt.expr)}"
         case RowReduce():

@@ -60,7 +60,7 @@ def _select(kernel: Kernel, stmt: Stmt, plan: Plan) -> Stmt | Body:
             return base.ZeroWindow(window, note=note)
         case Gemm():
             a = stmt.a if kernel.space(stmt.a) is Space.REGISTER else Tile(stmt.a)
-            flags = (stmt.transpose_a, stmt.transpose_b, stmt.accumulate)
+            flags = (stmt.transpose_a, stmt.transpose_b, stmt.accumulate, stmt.columns)
             return sm80.MmaSync(stmt.acc, a, Tile(stmt.b), *flags, note=note)
         case Accumulate():
             return base.AddFragment(stmt.dst, stmt.src, note=note)

@@ -19,6 +19,7 @@ WARPGROUP_WARPS = 4
 PANEL = 64  # columns that TMA writes side by side, which is also the largest part of a product's columns that moves
 OWN_ROWS = "own rows"
 OWN_COLUMNS = "own columns"
+FIRST_COLUMNS = "first columns"
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Wgmma(Sm90Stmt):
     """acc (+)= op(a) op(b), done at its wait: a is a shared tile or a packed register tile, b a shared tile.
 
     A group of its own. Until it has been waited for, nothing else may touch acc or write a register operand.
-    Warpgroups divide acc by rows, or by columns.
+    Warpgroups divide acc by rows, or by columns. columns: of b only the first ones, as many as this dimension.
     """
 
     acc: str
@@ -182,6 +183,7 @@ class Wgmma(Sm90Stmt):
     transpose_b: bool = False
     accumulate: bool = False
     transpose_a: bool = False
+    columns: str = ""
     NAME = "wgmma"
     NEEDS = "a and b have landed"
     WRITES = ("acc",)
@@ -256,7 +258,7 @@ class Describe(Sm90Stmt):
     """Where a shared tile begins, as a wgmma descriptor has it: for the products behind it that read this tile.
 
     part: "" for the whole tile, as of K and V; OWN_ROWS for the rows of this warpgroup alone, as of Q; OWN_COLUMNS for
-    its panel.
+    its panels; FIRST_COLUMNS for those of V in a tile of K.
     """
 
     tile: Tile

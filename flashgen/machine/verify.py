@@ -42,7 +42,7 @@ def _check_wgmma(kernel: Kernel, plan: Plan, stmt: Wgmma) -> None:
     acc, a, b = kernel.buffer(stmt.acc), kernel.buffer(_buffer(stmt.a)), kernel.buffer(stmt.b.buffer)
     a_shape = a.shape[::-1] if stmt.transpose_a else a.shape
     b_shape = b.shape[::-1] if stmt.transpose_b else b.shape
-    if (a_shape[0], b_shape[1]) != acc.shape or a_shape[1] != b_shape[0]:
+    if (a_shape[0], stmt.columns or b_shape[1]) != acc.shape or a_shape[1] != b_shape[0]:
         raise VerifyError(f"{kernel.name}: {stmt.acc} = {a_shape} x {b_shape} has disagreeing shapes")
     rows, cols = (sizes[dim] for dim in acc.shape)
     assert acc.warps is not None
@@ -73,7 +73,7 @@ def _check_product(kernel: Kernel, plan: Plan, stmt: MmaSync) -> None:
     a, b = kernel.buffer(_buffer(stmt.a)), kernel.buffer(stmt.b.buffer)
     a_shape = a.shape[::-1] if stmt.transpose_a else a.shape
     b_shape = b.shape[::-1] if stmt.transpose_b else b.shape
-    if (a_shape[0], b_shape[1]) != acc.shape or a_shape[1] != b_shape[0]:
+    if (a_shape[0], stmt.columns or b_shape[1]) != acc.shape or a_shape[1] != b_shape[0]:
         raise VerifyError(f"{kernel.name}: {stmt.acc} = {a_shape} x {b_shape} has disagreeing shapes")
     if sizes[a_shape[1]] % k:
         raise VerifyError(f"{kernel.name}: {a_shape[1]} = {sizes[a_shape[1]]} is no multiple of the instruction's {k}")

@@ -262,7 +262,10 @@ def gemm_shared_bytes(kernel: Kernel, stmt: Gemm, sizes: Sizes, layouts: Layouts
     routed = a.space is Space.REGISTER and (layouts[stmt.a][0] != along_rows or layouts[stmt.a][1] != 1)
     from_shared = a.space is Space.SHARED or routed
     read_a = _bytes(a, sizes) * along_cols if from_shared else 0
-    return read_a + _bytes(b, sizes) * along_rows
+    read_b = _bytes(b, sizes)
+    if stmt.columns:
+        read_b = read_b * sizes[stmt.columns] // sizes[b.shape[1]]
+    return read_a + read_b * along_rows
 
 
 def accumulator_registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> int:

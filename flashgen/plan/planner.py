@@ -135,7 +135,8 @@ def head_dims(spec: Spec, arch: Arch, kernel: str = "") -> dict[str, int]:
     width = padded(spec.head_dim_v)
     if width > wide.MOST_COLUMNS:
         width = wide.padded(width, arch.family)
-    return {"head_dim": padded(spec.head_dim), "head_dim_v": width}
+    depth = padded(spec.head_dim)
+    return {"head_dim": max(depth, width) if spec.shared_kv else depth, "head_dim_v": width}
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:

@@ -23,6 +23,12 @@ def is_wide(sizes: Mapping[str, int]) -> bool:
     return max(sizes["head_dim"], sizes["head_dim_v"]) > MOST_COLUMNS
 
 
+def shares_values(kernel: Kernel) -> bool:
+    """True for a forward whose values are columns of the keys, and so in the keys' tile."""
+    names = {item.name for item in kernel.buffers}
+    return "k_tile" in names and "v_tile" not in names
+
+
 def divides_output(kernel: Kernel, sizes: Mapping[str, int]) -> bool:
     """True for a kernel whose output is divided by columns."""
     return any(item.name in OUTPUT for item in kernel.buffers) and sizes["head_dim_v"] > MOST_COLUMNS

@@ -9,8 +9,9 @@ from lowered_cases import ROOMY, copies, machine_equals_tile
 from flashgen import build, lower, masks, scores, variants
 from flashgen.attention.forward import forward
 from flashgen.interp import machine, tile
-from flashgen.interp.common import Hazard
+from flashgen.interp.common import Deadlock, Hazard
 from flashgen.ir.dtype import BF16, F16, F32
+from flashgen.lower.sm90 import waits
 from flashgen.plan import planner
 from flashgen.plan.arch import parse_arch
 from flashgen.plan.candidates import tile_names
@@ -142,3 +143,84 @@ def test_copies_are_in_the_text_of_the_kernel():
     text = divided(Spec(16, 64), 4, 2).machine_text
     assert "register s: float32[block_q, block_kv] warps=2x1 in 2 copies" in text
     assert "register o_acc: float32[block_q, head_dim_v] warps=2x2\n" in text
+
+
+# Values that are the first columns of the keys
+
+
+def shared(spec, **sizes):
+    case = Problem(spec, **sizes)
+    case.arrays["v"] = case.arrays["k"][..., : spec.head_dim_v]
+    return case
+
+
+SHARED = {"shared_kv": True}
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "lengths", "causal", "options"),
+    [
+        (576, 512, (70, 150), True, {}),
+        (576, 512, (100, 300), False, {}),
+        (576, 512, (100, 70), True, {"window": (20, 0)}),
+        (512, 512, (65, 1), False, {"softcap": 5.0}),
+        (272, 264, (64, 200), True, {"score_mod": scores.alibi}),  # values padded beyond the keys
+        (576, 64, (70, 150), True, {}),
+        (40, 40, (200, 300), True, {"mask_mod": masks.document}),
+        (128, 72, (130, 400), False, {}),
+        (576, 512, (3, 0), False, {}),
+    ],
+)
+def test_values_are_read_from_the_tile_of_the_keys(arch, head_dim, head_dim_v, lengths, causal, options):
+    spec = wide(head_dim, head_dim_v, causal, more=SHARED, **options)
+    stages = build.forward(spec, ARCHES[arch])[0]
+    names = {item.name for item in stages.machine.buffers}
+    assert {"k", "k_tile"} <= names and not {"v", "v_tile"} & names and stages.plan.arch.name == arch
+    case = shared(spec, heads=2, heads_kv=1, seqlen_q=lengths[0], seqlen_k=lengths[1])
+    found = equals_tile(spec, case, stages, (0, 1))
+    assert_close(found, case.dense(), BF16, ("o", "lse"))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("traits", [(), ("persistent",), ("dynamic", "in turns"), ("dynamic", "guessed maximum")])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(32, 16), (320, 264)])
+def test_any_number_of_stages_of_keys_that_are_values(stages, traits, head_dim, head_dim_v):
+    spec = wide(head_dim, head_dim_v, more=SHARED)
+    chosen = build.forward(spec, ARCHES["sm_90a"])[0].plan.candidate
+    depth = tuple((name, stages if name == "k_tile" else count) for name, count in chosen.stages)
+    blocks = (chosen.blocks[0], ("block_kv", 16))
+    candidate = replace(chosen, stages=depth, traits=traits, blocks=blocks)
+    plan = planner.make(forward(spec), spec, ARCHES["sm_90a"], candidate)
+    case = shared(spec, heads=2, heads_kv=1, seqlen_q=150, seqlen_k=130)
+    equals_tile(spec, case, build.forward_with(spec, plan), (0, 1, 2))
+
+
+@pytest.mark.parametrize("more", [{"packed": 32}, {"sinks": F32}, {"dropout": True}], ids=str)
+def test_shared_values_beside_other_features(more):
+    spec = wide(576, 512, more=more | SHARED)
+    case = shared(spec, heads=32, heads_kv=1, seqlen_q=3, seqlen_k=100)
+    found = equals_tile(spec, case, build.forward(spec, ARCHES["sm_90a"])[0])
+    assert_close(found, case.dense(), BF16, ("o", "lse"))
+
+
+@pytest.mark.parametrize("stages", [(1,), (2,)])
+def test_the_copy_pipeline_of_keys_that_are_values(stages):
+    spec = Spec(64, 64, causal=True, shared_kv=True)
+    kernel = forward(spec)
+    candidate = Candidate(
+        (("block_q", 16), ("block_kv", 16)), 4, (("k_tile", *stages),), output_layouts(tile_names(kernel), 2, 2)
+    )
+    plan = planner.make(kernel, spec, ROOMY, candidate)
+    case = shared(spec, heads=2, heads_kv=1, seqlen_q=30, seqlen_k=50)
+    equals_tile(spec, case, build.forward_with(spec, plan), (0, 1))
+
+
+def test_keys_that_are_released_before_they_are_values_are_reported(monkeypatch):
+    spec = wide(320, 264, more=SHARED)
+    monkeypatch.setattr(waits, "_read_later", lambda kernel: set())
+    plan = build.forward(spec, ARCHES["sm_90a"])[0].plan
+    kernel = lower.run(forward(spec), plan)
+    case = shared(spec, seqlen_q=64, seqlen_k=400)
+    with pytest.raises((Hazard, Deadlock)):
+        machine.run(kernel, plan, {**case.arrays, **case.outputs(plan.sizes)}, case.scalars, 0)

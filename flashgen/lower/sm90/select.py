@@ -68,7 +68,7 @@ def _select(kernel: Kernel, stmt: Stmt) -> Stmt | Body:
             return TmaStore(window, Tile(name_of(stmt.src)), _across(kernel, name_of(stmt.src)), note=stmt.note)
         case Gemm():
             a = stmt.a if kernel.space(stmt.a) is Space.REGISTER else Tile(stmt.a)
-            flags = (stmt.transpose_b, stmt.accumulate, stmt.transpose_a)
+            flags = (stmt.transpose_b, stmt.accumulate, stmt.transpose_a, stmt.columns)
             return Wgmma(stmt.acc, a, Tile(stmt.b), *flags, note=stmt.note)
         case Accumulate():
             return base.AddFragment(stmt.dst, stmt.src, note=stmt.note)
