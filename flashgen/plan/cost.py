@@ -28,6 +28,7 @@ from flashgen.ir.graph import live_intervals, remembered
 from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Let, Map, Space, Stmt, Window, name_of
 from flashgen.ir.visit import statements
 from flashgen.plan.arch import Arch
+from flashgen.plan.wide import divides_output, is_wide
 
 Layouts = Mapping[str, tuple[int, int]]
 Sizes = Mapping[str, int]
@@ -38,6 +39,7 @@ OVERHEAD_REGISTERS = {"attention_forward": 72}
 OTHER_OVERHEAD_REGISTERS = 40
 ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
+WIDE_REGISTERS = 16  # more in the forward of keys wider than 256, three times as many where functions load
 RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and as many beside a score function
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
@@ -288,6 +290,8 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
         overhead += RANDOM_REGISTERS * (2 if scores(kernel) else 1)
     loaded = loaded_values(kernel, sizes, layouts["s"]) if "s" in layouts else 0
     overhead += loaded + min(loaded, ADDRESS_REGISTERS)
+    if kernel.name == "attention_forward" and is_wide(sizes) and not divides_output(kernel, sizes):
+        overhead += WIDE_REGISTERS * (3 if loaded else 1)
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead
 
 

@@ -37,6 +37,8 @@ MANY_FUNCTIONS = 4
 LISTED_REGISTERS = 8
 # Where two products of different steps read the keys' tiles, each with its stage: counted on compiled kernels.
 SHARED_REGISTERS = 8
+# Beside functions, where two warpgroups divide O: counted on compiled kernels, of heads packed in a tile the most.
+DIVIDED_REGISTERS = 16
 BLOCKS_KV = (64, 80, 96, 112, 128, 144, 160, 176, 192)
 # Of head dims over 256, whose tiles leave room for fewer keys, and perhaps for one stage of these.
 WIDE_BLOCKS_KV = (16, 32, 48, *BLOCKS_KV)
@@ -175,6 +177,7 @@ def registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     width = sizes["head_dim_v"] // (WARPGROUPS if divides_output(kernel, sizes) else 1)
     tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + width // 2
     tiles += _loading_registers(kernel, sizes) + SHARED_REGISTERS * shares_values(kernel)
+    tiles += DIVIDED_REGISTERS * (divides_output(kernel, sizes) and cost.takes_functions(kernel))
     return tiles + OVERHEAD_REGISTERS + _function_registers(kernel, sizes) + _random_registers(kernel, sizes)
 
 
