@@ -1,5 +1,7 @@
 """Head dims over 256, and values that are columns of the keys: arrays in, results as dense attention gives them."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import support
@@ -71,7 +73,7 @@ def test_packed_sequences():
     ends = torch.tensor([0, 12, 12, 30], dtype=torch.int32), torch.tensor([0, 20, 25, 41], dtype=torch.int32)
     kernel = flashgen.compile(576, causal=True, head_dim_v=512, dtype="float16", varlen=True, shared_kv=True)
     o, lse = kernel(q[0], k[0], None, *ends, return_lse=True)
-    for (a, b), (c, d) in zip(*(zip(x[:-1], x[1:], strict=True) for x in ends), strict=True):
+    for (a, b), (c, d) in zip(*(pairwise(x) for x in ends), strict=True):
         part = q[:, a:b], k[:, c:d], k[:, c:d, :, :512]
         found = support.forward_failures(lambda *_: (o[None, a:b], lse[None, :, a:b]), *part, causal=True)  # noqa: B023
         assert not found
