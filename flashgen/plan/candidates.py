@@ -8,7 +8,7 @@ from itertools import product
 from flashgen.ir.nodes import Kernel, Space
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate
-from flashgen.plan.wide import divides_output, output_layouts, shares_values
+from flashgen.plan.wide import divides_output, is_wide, output_layouts, shares_values
 
 Layout = tuple[int, int]
 
@@ -24,6 +24,8 @@ def candidates(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Ca
         yield from _columns_of_output(kernel, arch)
     else:
         yield from _rows_of_queries(kernel, arch)
+        if kernel.name == "attention_forward" and is_wide(sizes):  # fewer rows, where Q leaves little room
+            yield from _columns_of_output(kernel, arch)
 
 
 def tile_names(kernel: Kernel) -> list[str]:

@@ -119,7 +119,7 @@ def make(
         role_registers=role_registers(candidate),
         mbarriers=_mbarriers(candidate, covered),
         covered_by_output=covered,
-        keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
+        keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"] * (not shares_values(kernel)))),
         packed=heads_in_tile(kernel),
         variants=(PACKING,) * (heads_in_tile(kernel) == 1) + (RISING,) * _warned(kernel, candidate),
     )

@@ -72,5 +72,6 @@ def test_rows_that_are_not_aligned():
 def test_the_tile_of_the_keys_is_read_twice():
     """K-major for the scores, and each warpgroup its panels of columns for O."""
     text = compiles(Spec(576, 512, BF16, causal=True, shared_kv=True), "sm_90a").source.text
-    assert "using OAcc = SameRows<BLOCK_Q, HEAD_DIM_V, 2>;" in text and "using S = SameRows<BLOCK_Q, BLOCK_KV, 1>;" in text
+    assert "using OAcc = SameRows<BLOCK_Q, HEAD_DIM_V, 2>;" in text
+    assert "using S = SameRows<BLOCK_Q, BLOCK_KV, 1>;" in text
     assert "+ warpgroup * 4 * KTile::PANEL_STEP" in text and "v_tile" not in text.split("struct Args")[1]

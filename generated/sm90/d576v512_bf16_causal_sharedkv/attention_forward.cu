@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       int kv_blocks_done = 0;
       while (tile < tiles) {
         // heads whose keys and values stay in the L2
-        const int heads_at_once = min(max(7710 / max(args.seqlen_k, 1), 1) * args.group, args.heads * args.batches);
+        const int heads_at_once = min(max(14563 / max(args.seqlen_k, 1), 1) * args.group, args.heads * args.batches);
         const int section = tile / (heads_at_once * q_blocks);
         const int within = tile - section * (heads_at_once * q_blocks);
         const int width = min(heads_at_once, args.heads * args.batches - section * heads_at_once);
