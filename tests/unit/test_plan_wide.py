@@ -73,9 +73,10 @@ def test_a_product_names_the_columns_that_it_reads():
     whole = rewrite_kernel(kernel, lambda stmt: replace(stmt, columns="") if isinstance(stmt, Gemm) else stmt)
     with pytest.raises(verify.VerifyError, match="disagreeing shapes"):
         verify.tile(whole)
-    assert "gemm p_operand, k_tile[:, :head_dim_v]  # values are the first columns" in build.forward(
-        Spec(64, 32, shared_kv=True), SMALLEST
-    )[0].tile_text
+    assert (
+        "gemm p_operand, k_tile[:, :head_dim_v]  # values are the first columns"
+        in build.forward(Spec(64, 32, shared_kv=True), SMALLEST)[0].tile_text
+    )
 
 
 @pytest.mark.parametrize(("dims", "part"), [((576, 512), OWN_COLUMNS), ((576, 128), FIRST_COLUMNS)])
