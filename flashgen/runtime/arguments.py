@@ -73,8 +73,8 @@ def values_of(spec: Spec, k: Any, v: Any) -> Any:
     """v, or with shared_kv, where it is left out, the columns of k that it is."""
     if not spec.shared_kv:
         if v is None:
-            found = "v is missing; give a torch, CuPy or NumPy array, or compile with shared_kv=True where it is the first"
-            raise TypeError(f"{found} columns of k")
+            instead = "give a torch, CuPy or NumPy array, or compile with shared_kv=True where it is part of k"
+            raise TypeError(f"v is missing; {instead}")
         return v
     if v is not None:
         raise ValueError(f"v is given, but with shared_kv it is k[..., :{spec.head_dim_v}]; leave it out")
