@@ -44,10 +44,12 @@ def compile(
     varlen: bool = False,
     sinks: bool = False,
     dropout: bool = False,
+    shared_kv: bool = False,
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
-    head_dim, head_dim_v: multiples of 8 from 8 to 256; head_dim_v is head_dim where None.
+    head_dim, head_dim_v: multiples of 8 from 8 to 576 and to 512; head_dim_v is head_dim where None. Where one is over
+        256 there is a forward alone, and a call with inputs that require gradients is refused.
     causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q; "top-left": up to i.
     dtype: "bfloat16", "float16", or the torch or NumPy dtype.
     layout: "bshd" (batch, seqlen, heads, head_dim) or "bhsd".
@@ -74,6 +76,8 @@ def compile(
         counts t in, and t has a gradient. A query that sees no key has o = 0 and lse = t.
     dropout: each call drops a part of the probabilities, O = (keep * P / (1 - p)) V, and says which:
         kernel(q, k, v, dropout_p=p, dropout_seed=seed, dropout_offset=0). The LSE is that without dropout.
+    shared_kv: values are the first head_dim_v columns of the keys, as in MLA (head_dim=576, head_dim_v=512). They are
+        loaded once, and the kernel is called without them: kernel(q, k). A forward alone.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
@@ -83,6 +87,8 @@ def compile(
         raise TypeError(f"dropout = {dropout!r:.40} must be True or False; the call says how much, dropout_p=p")
     if not isinstance(sinks, bool):
         raise TypeError(f"sinks = {sinks!r:.40} must be True or False; the call brings the array, kernel(..., sinks=t)")
+    if not isinstance(shared_kv, bool):
+        raise TypeError(f"shared_kv = {shared_kv!r:.40} must be True or False; the call brings the array, kernel(q, k)")
     for name, flag in (("bias", bias), ("alibi", alibi)):
         if flag is True and varlen:
             raise ValueError(f"{name} = True with varlen is not supported; give a score_mod that reads the array")
@@ -94,7 +100,7 @@ def compile(
         options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes, bias, alibi)
         bottom_right, mask, score = variants.functions(causal, *options)
         same = (head_dim, width, parse_dtype(dtype), bottom_right, deterministic)
-        more: dict[str, Any] = {"sinks": F32 if sinks else None, "dropout": dropout}
+        more: dict[str, Any] = {"sinks": F32 if sinks else None, "dropout": dropout, "shared_kv": shared_kv}
         return Spec(*same, mask=mask, score=score, varlen=varlen, **more)
 
     spec = traced(None, None)

@@ -137,6 +137,7 @@ def backward_plans(spec: Spec, arch: Arch) -> tuple[Spec, Plan, Plan | None]:
     then dQ has its own kernel; where no tile fits even so, the portable kernels are taken, and of these in the end
     those that are estimated to spill least: no function is refused.
     """
+    spec.check_differentiable()
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
     takes_more = spec.score is not None or spec.mask is not None or spec.dropout
@@ -225,8 +226,9 @@ def reads(spec: Spec, array: Array, arch: Arch, block_size: int) -> Stages:
 
 
 def everything(spec: Spec, arch: Arch) -> dict[str, Stages]:
-    """All kernels of a spec by name, in the order of their launches."""
-    return {stages.tile.name: stages for stages in (*forward(spec, arch), *backward(spec, arch))}
+    """All kernels of a spec by name, in the order of their launches; of wide heads there is the forward alone."""
+    made = (*forward(spec, arch), *(backward(spec, arch) if spec.differentiable else ()))
+    return {stages.tile.name: stages for stages in made}
 
 
 def _finish(kernel: Kernel, plan: Plan, spec: Spec) -> Stages:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from flashgen.plan.arch import Arch, check_real, for_capability, parse_arch
 from flashgen.runner import PLAIN, Options, Runner, programs
 from flashgen.runtime import auxiliary, dropping, launch, sink_arrays, workspaces
-from flashgen.runtime.arguments import check_sizes
+from flashgen.runtime.arguments import check_sizes, values_of
 from flashgen.runtime.arrays import library_of
 from flashgen.runtime.call import KernelReport
 from flashgen.spec import Spec, parse_integer
@@ -135,7 +135,8 @@ class Kernel(Runner):
         Raises ValueError for the made-up chip "toy".
         """
         check_real(self.arch)
-        every = programs("forward", self.spec, self.arch) + programs("backward", self.spec, self.arch)
+        stages = ("forward", "backward") if self.spec.differentiable else ("forward",)
+        every = [program for stage in stages for program in programs(stage, self.spec, self.arch)]
         return {program.name: KernelReport.of(program) for program in every}
 
     def explain(self) -> str:
@@ -160,7 +161,8 @@ class Kernel(Runner):
         these, and an int64 array like each.
 
         It holds for arrays with 16-byte aligned rows; others are copied, or take another plan. No GPU is needed, and
-        nothing is compiled. Raises ValueError or TypeError for sizes that a call may not have.
+        nothing is compiled. Raises ValueError or TypeError for sizes that a call may not have, and where there is no
+        backward.
         """
         given = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads}
         given["heads_kv"] = heads if heads_kv is None else heads_kv
@@ -174,7 +176,7 @@ class Kernel(Runner):
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         *,
         scale: float | None = None,
         return_lse: bool = False,
@@ -192,6 +194,7 @@ class Kernel(Runner):
     ) -> Any:
         """Attention; shapes, types and errors as in `flashgen.attention`, in this kernel's layout.
 
+        v: left out, and only then, of a kernel compiled with shared_kv: it is k[..., :head_dim_v].
         mask_aux, score_aux: the arrays that mask_mod and score_mod take behind the others: float32, bfloat16,
         float16 or int32, of as many dimensions as they are indexed by, with any strides.
         bias: of a kernel with bias=True, (batch, heads, seqlen_q, seqlen_k), each of them whole or 1; missing leading
@@ -216,6 +219,8 @@ class Kernel(Runner):
         if traced_by_torch():
             return untraced(self)(q, k, v, scale=scale, return_lse=return_lse, check=check, **given)
         kernel, read, options = self.resolve(**given)
+        if v is None or self.spec.shared_kv:
+            v = values_of(self.spec, k, v)
         arrays = {"q": q, "k": k, "v": v} | read
         if check:
             kernel.check_call(arrays, scale, options)
@@ -244,10 +249,12 @@ class Kernel(Runner):
         o, lse = attend(arrays, scale, options)
         return (o, lse) if return_lse else o
 
-    def forward(self, q: Any, k: Any, v: Any, *, scale: float | None = None, **given: Unpack[Given]) -> tuple[Any, Any]:
+    def forward(
+        self, q: Any, k: Any, v: Any = None, *, scale: float | None = None, **given: Unpack[Given]
+    ) -> tuple[Any, Any]:
         """o and lse, without autograd. given: what a call of the kernel takes beside these, by the same names."""
         kernel, read, options = self.resolve(**given)
-        return kernel.forward_of({"q": q, "k": k, "v": v} | read, scale, options)
+        return kernel.forward_of({"q": q, "k": k, "v": values_of(self.spec, k, v)} | read, scale, options)
 
     def backward(
         self,

@@ -112,6 +112,7 @@ class Runner:
         arrays: those of the forward, o, lse, dout, and dlse, which is zero where it is missing.
         wanted: of what the score function reads.
         """
+        self.spec.check_differentiable()
         q, sinks, hosted = arrays["q"], arrays.get("sinks"), None
         library = library_of(q)
         call = self._bind(library, "backward", arrays, scale, options)

@@ -9,7 +9,8 @@ from typing import Any
 from flashgen.ir.dtype import BF16, STORAGE, DType
 from flashgen.ir.expr import Expr
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = {"head_dim": 576, "head_dim_v": 512}
+MAX_BACKWARD = 256  # of either, where there is a backward
 MAX_PACKED = 64
 LENGTHS = ("", "short", "long")
 
@@ -42,7 +43,8 @@ class Function:
 class Spec:
     """One exact-attention problem up to its run-time sizes.
 
-    head_dim, head_dim_v: of query and key, and of value; multiples of 8 from 8 to 256.
+    head_dim, head_dim_v: of query and key, and of value; multiples of 8 from 8 to 576 and to 512. Over 256 there is a
+        forward alone.
     dtype: storage type of q, k, v and o; accumulation is float32.
     causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q.
     deterministic: the backward repeats bit for bit.
@@ -58,6 +60,7 @@ class Spec:
     dropout: probabilities are dropped at random; with which probability, and from which seed, is said by each call.
     sinks: the type of the array with a logit for each head that takes part in the denominators; None without.
     listed: loops over blocks walk lists that a call brings (flashgen.block_mask), not all blocks between limits.
+    shared_kv: values are the first head_dim_v columns of the keys, and are read from the keys' tile; a forward alone.
     """
 
     head_dim: int = 128
@@ -75,15 +78,18 @@ class Spec:
     sinks: DType | None = None
     dropout: bool = False
     listed: bool = False
+    shared_kv: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
-            value = parse_integer(name, getattr(self, name), f"use a multiple of 8 from 8 to {MAX_HEAD_DIM}")
+            most = MAX_HEAD_DIM[name]
+            value = parse_integer(name, getattr(self, name), f"use a multiple of 8 from 8 to {most}")
             object.__setattr__(self, name, value)
-            if value < 8 or value > MAX_HEAD_DIM or value % 8:
-                raise ValueError(
-                    f"{name} = {value} must be a multiple of 8 from 8 to {MAX_HEAD_DIM}; pad the last axis"
-                )
+            if value < 8 or value > most or value % 8:
+                raise ValueError(f"{name} = {value} must be a multiple of 8 from 8 to {most}; pad the last axis")
+        if self.shared_kv and self.head_dim_v > self.head_dim:
+            sizes = f"head_dim_v = {self.head_dim_v} exceeds head_dim = {self.head_dim}"
+            raise ValueError(f"{sizes}, of which values are the first columns with shared_kv; give v its own array")
         if self.packed not in (1, 2, 4, 8, 16, 32, MAX_PACKED):
             raise ValueError(f"packed = {self.packed} must be a power of two up to {MAX_PACKED}")
         if self.length not in LENGTHS:
@@ -93,6 +99,22 @@ class Spec:
     def arrays(self) -> tuple[Array, ...]:
         """What the functions read: the arrays of the mask, then those of the score function."""
         return tuple(array for function in (self.mask, self.score) if function for array in function.arrays)
+
+    @property
+    def differentiable(self) -> bool:
+        """True where there is a backward."""
+        return max(self.head_dim, self.head_dim_v) <= MAX_BACKWARD and not self.shared_kv
+
+    def check_differentiable(self) -> None:
+        """ValueError where there is no backward."""
+        if self.shared_kv:
+            raise ValueError("a kernel with shared_kv has no backward; give k and v to one without, or detach q and k")
+        if not self.differentiable:
+            name = max(MAX_HEAD_DIM, key=lambda name: (getattr(self, name), name))
+            raise ValueError(
+                f"{name} = {getattr(self, name)} has no backward, which goes up to {MAX_BACKWARD}; detach q, k and v, "
+                "or call under torch.no_grad()"
+            )
 
     def forward(self) -> Spec:
         """The part that the forward depends on: specs that differ only in the backward share its kernel."""
@@ -109,6 +131,7 @@ class Spec:
         flags += [f"packed{self.packed}"] if self.packed > 1 else []
         flags += [self.length] if self.length else []
         flags += ["listed"] if self.listed else []
+        flags += ["sharedkv"] if self.shared_kv else []
         return "_".join([dims, self.dtype.cuda, *flags])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from flashgen.kernel import Aux, Kernel, traced_by_torch, untraced
 from flashgen.runner import Options
 from flashgen.runtime import sequences, workspaces
-from flashgen.runtime.arguments import check_sizes
+from flashgen.runtime.arguments import check_sizes, values_of
 from flashgen.runtime.arrays import Library
 from flashgen.spec import parse_integer
 
@@ -65,7 +65,8 @@ class VarlenKernel(Kernel):
     ) -> Any:
         """Attention of each sequence by itself; arguments, types and errors as in `flashgen.varlen_attention`.
 
-        sinks and dropout: of a kernel compiled with them, as a `Kernel` takes them.
+        v: None, and only then, of a kernel compiled with shared_kv. sinks and dropout: of a kernel compiled with them,
+        as a `Kernel` takes them.
         """
         told = (cu_seqlens_q, cu_seqlens_k)
         given: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks, "seqused_k": seqused_k}
@@ -76,7 +77,7 @@ class VarlenKernel(Kernel):
             return untraced(self)(q, k, v, *told, max_seqlen_q, max_seqlen_k, **given, **more)
         sequences.check_longest("max_seqlen_k", max_seqlen_k)
         kernel, read, options = self._given(told, given, max_seqlen_q)
-        arrays = {"q": q, "k": k, "v": v} | read
+        arrays = {"q": q, "k": k, "v": values_of(self.spec, k, v)} | read
         if check:
             kernel.check_call(arrays, scale, options)
         return kernel.attend(arrays, scale, options, return_lse)
@@ -97,7 +98,7 @@ class VarlenKernel(Kernel):
         """o and lse, without autograd. given: what a call of the kernel takes beside these, by the same names."""
         told = (cu_seqlens_q, cu_seqlens_k)
         kernel, read, options = self._given(told, {**given, "seqused_k": seqused_k}, max_seqlen_q)
-        return kernel.forward_of({"q": q, "k": k, "v": v} | read, scale, options)
+        return kernel.forward_of({"q": q, "k": k, "v": values_of(self.spec, k, v)} | read, scale, options)
 
     def backward(  # type: ignore[override]
         self,
@@ -124,7 +125,7 @@ class VarlenKernel(Kernel):
         given.
         """
         kernel, read, options = self._given((cu_seqlens_q, cu_seqlens_k), {**given, "seqused_k": seqused_k}, None)
-        arrays = {"q": q, "k": k, "v": v} | read
+        arrays = {"q": q, "k": k, "v": values_of(self.spec, k, v)} | read
         arrays |= {"o": o, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
         *own, found = kernel.gradients(arrays, scale, options, aux_grads)
         return (*own, found) if aux_grads else tuple(own)

@@ -195,6 +195,17 @@ def failures(attend, q, k, v, do, *, dlse=None, **options):
     return judge(result, q, k, v, do, dlse=dlse, **options)
 
 
+def forward_failures(attend, q, k, v, **options):
+    """`failures` of kernels that have no backward: of o and the LSE alone."""
+    do = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
+    poison(q, k, v, do)
+    with torch.no_grad():
+        o, lse = attend(q, k, v)
+    ref, low = dense(q, k, v, do, **options), dense(q, k, v, do, **options, dtype=q.dtype)
+    found = [lse_violation(lse, ref.lse), violation("o", o, ref.o, low.o, FACTOR["o"], q.dtype)]
+    return [sentence for sentence in found if sentence]
+
+
 def violation(name, x, ref, low, factor, dtype):
     """A sentence where x breaks the rule, else None."""
     if x.shape != ref.shape or x.dtype != dtype:

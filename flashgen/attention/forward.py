@@ -12,6 +12,7 @@ in decoding, then fill a tile, and keys and values are read once for all of thes
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from flashgen.attention import dropout, lists, parts, sinks
 from flashgen.attention.parts import (
@@ -77,12 +78,12 @@ def _buffers(spec: Spec) -> tuple[Buffer, ...]:
     return (
         parts.tensor("q", spec, "seqlen_q", "head_dim"),
         parts.tensor("k", spec, "seqlen_k", "head_dim"),
-        parts.tensor("v", spec, "seqlen_k", "head_dim_v"),
+        *(() if spec.shared_kv else (parts.tensor("v", spec, "seqlen_k", "head_dim_v"),)),
         parts.tensor("o", spec, "seqlen_q", "head_dim_v"),
         parts.vector("lse"),
         parts.shared("q_tile", spec, "block_q", "head_dim"),
         parts.shared("k_tile", spec, "block_kv", "head_dim"),
-        parts.shared("v_tile", spec, "block_kv", "head_dim_v"),
+        *(() if spec.shared_kv else (parts.shared("v_tile", spec, "block_kv", "head_dim_v"),)),
         parts.shared("o_tile", spec, "block_q", "head_dim_v"),
         parts.register("s", "block_q", "block_kv"),
         parts.register("p", "block_q", "block_kv"),
@@ -102,9 +103,14 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
     """One block of keys."""
     factor = parts.exponent(spec)
     scored = () if spec.score is None else (Map("s", parts.scored(spec), note=spec.score.name),)
+    product = Gemm("o_acc", "p_operand", "v_tile", accumulate=True)
+    values: tuple[Stmt, ...] = (Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),)
+    if spec.shared_kv:
+        note = "values are the first columns of the keys"
+        product, values = replace(product, b="k_tile", columns="head_dim_v", note=note), ()
     return (
         Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
-        Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
+        *values,
         Gemm("s", "q_tile", "k_tile", transpose_b=True),
         *scored,
         parts.masked(spec),
@@ -122,7 +128,7 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
         *dropout.dropped(spec),
         Map("p_operand", Cast(spec.dtype, load("p", I, J))),
         Map("o_acc", load("o_acc", I, J) * load("rescale", I)),
-        Gemm("o_acc", "p_operand", "v_tile", accumulate=True),
+        product,
     )
 
 

@@ -41,9 +41,9 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
     made = (
         click.argument("file", required=False, type=click.Path()),
         click.option(
-            "--head-dim", type=int, default=128, show_default=True, help="Of q and k: a multiple of 8 to 256."
+            "--head-dim", type=int, default=128, show_default=True, help="Of q and k: a multiple of 8 to 576."
         ),
-        click.option("--head-dim-v", type=int, help="Of v, where it differs."),
+        click.option("--head-dim-v", type=int, help="Of v, where it differs: up to 512."),
         click.option("--causal/--full", help="Which keys a query sees.  [default: full]"),
         click.option("--top-left", is_flag=True, help="As --causal, aligned with the first key instead of the last."),
         click.option("--window", help="LEFT,RIGHT: keys seen on both sides; 'all' for any number of them."),
@@ -54,6 +54,7 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
         click.option("--used", is_flag=True, help="Of the keys of each batch only the first seqused_k[b] are used."),
         click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one behind the other."),
+        click.option("--shared-kv", is_flag=True, help="Values are the first columns of the keys: 576 and 512 of MLA."),
         click.option("--packed", type=int, default=1, help="Query heads that share a tile, on sm_90a: 2, 4 ... 64."),
         click.option("--length", type=click.Choice(LENGTHS[1:]), help="For few or many keys, where tiles differ."),
         click.option("--arch", default="sm_80", show_default=True, help=f"{', '.join(ARCHES)}."),
@@ -89,6 +90,7 @@ def parse_problem(
     deterministic: bool,
     used: bool,
     varlen: bool,
+    shared_kv: bool,
     packed: int,
     length: str | None,
     arch: str,
@@ -104,6 +106,7 @@ def parse_problem(
     causal, mask, score = variants.functions(**{"causal": False} | given) if file is None else functions_of(file)
     same = (head_dim, width, parse_dtype(dtype), causal, deterministic)
     more: dict[str, Any] = {"mask": mask, "score": score, "varlen": varlen, "used": used, "dropout": dropout}
+    more["shared_kv"] = shared_kv
     spec = Spec(*same, packed=packed, length=length or "", sinks=F32 if sinks else None, **more)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)
@@ -157,7 +160,7 @@ def select(spec: Spec, arch: Arch, kernel: str) -> Iterator[Stages]:
         raise ValueError(f"kernel = {kernel!r} is not known; use one of {', '.join(KERNELS)}")
     unfit, there = [], []
     for make, names in ((build.forward, {"forward"}), (build.backward, set(KERNELS) - {"forward", "all"})):
-        if wanted != "all" and wanted not in names:
+        if wanted not in names and not (wanted == "all" and (make is build.forward or spec.differentiable)):
             continue
         try:
             planned = make(spec, arch)

@@ -170,11 +170,19 @@ def _fragments(kernel: Kernel, names: Names) -> list[Fields]:
     for buffer in kernel.buffers:
         if buffer.space is Space.REGISTER and len(buffer.shape) == 2:
             kind = names.fragments[buffer.name]
-            assert buffer.warps is not None
             shape = ", ".join(dim.upper() for dim in buffer.shape)
-            warps = [*buffer.warps, buffer.first_warp] if buffer.first_warp else buffer.warps
-            seen.setdefault(kind, {"type": kind, "shape": shape, "warps": ", ".join(map(str, warps))})
+            layout, warps = _layout(kernel, buffer, names.plan)
+            seen.setdefault(kind, {"type": kind, "shape": shape, "layout": layout, "warps": ", ".join(map(str, warps))})
     return list(seen.values())
+
+
+def _layout(kernel: Kernel, buffer: Buffer, plan: Plan) -> tuple[str, list[int]]:
+    """The template of a register tile's layout, and its arguments behind the shape."""
+    assert buffer.warps is not None
+    if plan.arch.family == "sm90" and any(item.copies > 1 for item in kernel.buffers):
+        return "SameRows", [buffer.warps[1]]
+    more = [buffer.first_warp, buffer.copies] if buffer.copies > 1 else [buffer.first_warp] * bool(buffer.first_warp)
+    return "Fragment", [*buffer.warps, *more]
 
 
 def _registers(kernel: Kernel, names: Names) -> list[Fields]:

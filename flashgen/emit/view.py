@@ -56,7 +56,7 @@ class Names:
         result = {}
         for buffer in self.kernel.buffers:
             if buffer.space is Space.REGISTER and len(buffer.shape) == 2:
-                layout = (buffer.shape, buffer.warps, buffer.first_warp)
+                layout = (buffer.shape, buffer.warps, (buffer.first_warp, buffer.copies))
                 result[buffer.name] = names.setdefault(layout, camel(buffer.name))
         rows = {(shape[0], warps[0]): name for (shape, warps, _), name in reversed(names.items())}
         for buffer in self.kernel.buffers:
@@ -95,6 +95,17 @@ class Names:
             for item in operands(self.kernel, stmt) if isinstance(stmt, sm90.Wgmma) else ():
                 found.setdefault(item.tile.buffer, set()).add(item.part)
         return found
+
+    def panels(self, tile: Tile) -> int:
+        """Panels of a tile that each warpgroup reads, where they divide its columns."""
+        products = (stmt for stmt in statements(self.kernel.body) if isinstance(stmt, sm90.Wgmma))
+        found = (
+            width(stmt, self)
+            for stmt in products
+            for item in operands(self.kernel, stmt)
+            if item.tile.buffer == tile.buffer and item.part == sm90.OWN_COLUMNS and item.tile == stmt.b
+        )
+        return next(found, sm90.PANEL) // sm90.PANEL
 
     def is_tile(self, buffer: Buffer) -> bool:
         """True for rows of 16-bit elements, an operand of products."""
@@ -305,10 +316,13 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
     if isinstance(stmt, sm90.TmaStore):
         tile = camel(stmt.src.buffer)
         positions = _positions(stmt.dst, names.kernel.buffer(stmt.src.buffer), names)
-        return _box(stmt.dst, "store", names) | {"types": f"{tile}, {positions}" if positions else tile}
+        parts = [tile, positions or f"{tile}::ROWS", str(stmt.across)] if stmt.across else [tile, positions]
+        return _box(stmt.dst, "store", names) | {"types": ", ".join(filter(None, parts))}
     if isinstance(stmt, sm90.Describe):
         step = {sm90.OWN_ROWS: "WARPGROUP_STEP", sm90.OWN_COLUMNS: "PANEL_STEP"}.get(stmt.part, "")
-        return {"operand": names.operand(stmt), "step": step}
+        panels = names.panels(stmt.tile) if stmt.part == sm90.OWN_COLUMNS else 1
+        own = f"warpgroup * {panels}" if panels > 1 else "warpgroup"
+        return {"operand": names.operand(stmt), "step": step, "own": own}
     if isinstance(stmt, sm90.PublishTile):
         values = ", ".join(names.uniform(value) for value in stmt.values)
         return {"full": _barrier(stmt.dst, "full", names), "published": values}

@@ -28,6 +28,7 @@ def attention(kernel: Runner, arrays: dict[str, torch.Tensor], scale: float | No
 
     arrays: q, k, v and what else the kernel reads, by their names in it.
     """
+    kernel.spec.check_differentiable()
     for name, array in arrays.items():
         if name.startswith("mask_") and getattr(array, "requires_grad", False):
             raise ValueError(f"{shown(name)} requires grad, and a mask has no gradient; detach it")

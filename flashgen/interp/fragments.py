@@ -1,7 +1,8 @@
 """Register tiles as warps and lanes hold them, and expressions over them.
 
 A tile is divided among the warps: warp w of a (rows, columns) = (wm, wn) division has part (w // wn, w % wn). On sm90
-warpgroups divide a tile, and the four warps of each the rows of its part. Within a warp, an accumulator's row is held
+warpgroups divide a tile, and the four warps of each the rows of its part. Of a tile in copies the warps (warpgroups)
+that would divide its columns hold them all. Within a warp, an accumulator's row is held
 by four lanes: column j by lane (j % 8) // 2 (PTX ISA, "Matrix Fragments for mma.m16n8k16"). A row vector is held by all
 four lanes of its rows, each with a value of its own: after ReduceRows these differ, until CombineLanes.
 """
@@ -44,10 +45,11 @@ def _part(block: Block, warp: Warp, name: str) -> tuple[int, int]:
     index = warp.index - block.buffers[name].first_warp
     if not 0 <= index < block.holders:
         raise Hazard(f"warp {warp.index} holds no part of {name}")
-    if block.plan.arch.family == "sm90" and across > 1:
+    together = block.holders // down  # hold parts of the same rows
+    if block.plan.arch.family == "sm90":
         group, own = divmod(index, 4)
-        return group // across * 4 + own, group % across
-    return index // (block.holders // down), index % across
+        return group // together * 4 + own, group % together % across
+    return index // together, index % across
 
 
 def _division(block: Block, name: str) -> tuple[int, int]:
@@ -55,7 +57,7 @@ def _division(block: Block, name: str) -> tuple[int, int]:
     if buffer.warps is None:
         raise Hazard(f"register buffer {name} is not divided among the warps")
     down, across = buffer.warps
-    if len(shape) == 2 and down * across != block.holders:
+    if len(shape) == 2 and down * across * buffer.copies != block.holders:
         raise Hazard(f"{name} is divided among {down} x {across} warps, but {block.holders} hold it")
     if any(size % parts for size, parts in zip(shape, buffer.warps, strict=False)) or block.holders % down:
         raise Hazard(f"{name} of {' x '.join(map(str, shape))} cannot be divided among {down} x {across} warps")

@@ -169,7 +169,8 @@ def _tma_store(block: Block, warp: Warp, stmt: sm90.TmaStore) -> None:
     name = stmt.src.buffer
     first = WARPGROUP_ROWS * _warpgroup(warp) % block.shape(name)[0]  # 0 where a warpgroup has a tile to itself
     rows = first + np.arange(WARPGROUP_ROWS)[:, None]
-    columns = np.arange(block.shape(name)[1])
+    width, part = block.shape(name)[1] // (stmt.across or 1), _warpgroup(warp) % (stmt.across or 1)
+    columns = part * width + np.arange(width)
     value = block.shared.leave(block.access(warp, stmt, stmt.src), rows, columns)
     block.store(warp, stmt.dst, block.shape(name), value, rows, columns)
     block.trace.shared(block.plan.arch, block.shared.nbytes(name, value.size))

@@ -279,6 +279,7 @@ def _gemm(block: _Block, stmt: Gemm) -> None:
     a, b = block.get(stmt.a), block.get(stmt.b)
     a = a.swapaxes(1, 2) if stmt.transpose_a else a
     b = b.swapaxes(1, 2) if stmt.transpose_b else b
+    b = b[:, :, : block.dims[stmt.columns]] if stmt.columns else b
     block.tell(stmt, FLOPS, 2 * block.lanes * a.shape[1] * a.shape[2] * b.shape[2])
     result = np.matmul(a, b)
     if stmt.accumulate:

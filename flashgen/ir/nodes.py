@@ -56,9 +56,10 @@ class Buffer:
     """A named array.
 
     `stages`: how many copies of a shared buffer are in flight. `warps`: how the rows and columns of a register
-    tile are divided among the warps (rows, columns), from `first_warp` on. `layout_of`: of a global accumulator, the
-    register tile that is added to it, in whose order it is kept. `by_element`: a global array of any rank and strides,
-    which expressions load element by element, and scatters write.
+    tile are divided among the warps (rows, columns), from `first_warp` on; `copies`: so many warps hold each part, with
+    the same values. `layout_of`: of a global accumulator, the register tile that is added to it, in whose order it is
+    kept. `by_element`: a global array of any rank and strides, which expressions load element by element, and scatters
+    write.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Buffer:
     stages: int = 1
     warps: tuple[int, int] | None = None
     first_warp: int = 0
+    copies: int = 1
     layout_of: str = ""
     by_element: bool = False
 
@@ -200,7 +202,10 @@ class Fill(Stmt):
 
 @dataclass(frozen=True)
 class Gemm(Stmt):
-    """acc (+)= op(a) op(b), with float32 accumulation; op transposes where the flag says so."""
+    """acc (+)= op(a) op(b), with float32 accumulation; op transposes where the flag says so.
+
+    columns: of b only the first ones, as many as this dimension; "" for all.
+    """
 
     acc: str
     a: str
@@ -208,6 +213,7 @@ class Gemm(Stmt):
     transpose_a: bool = False
     transpose_b: bool = False
     accumulate: bool = False
+    columns: str = ""
     WRITES = ("acc",)
     READS = ("a", "b")
 

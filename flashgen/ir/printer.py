@@ -53,7 +53,8 @@ def _buffer(buffer: Buffer) -> str:
         parts.append(f"stages={buffer.stages}")
     if buffer.warps:
         start = f" from {buffer.first_warp}" if buffer.first_warp else ""
-        parts.append(f"warps={buffer.warps[0]}x{buffer.warps[1]}{start}")
+        copies = f" in {buffer.copies} copies" if buffer.copies > 1 else ""
+        parts.append(f"warps={buffer.warps[0]}x{buffer.warps[1]}{start}{copies}")
     if buffer.layout_of:
         parts.append(f"order={buffer.layout_of}")
     return " ".join(parts)
@@ -97,7 +98,8 @@ def stmt_text(stmt: Stmt) -> str:
             return f"{place_text(stmt.dst)} = fill {text(stmt.value)}"
         case Gemm():
             a, b = stmt.a + "^T" * stmt.transpose_a, stmt.b + "^T" * stmt.transpose_b
-            return f"{stmt.acc} {'+=' if stmt.accumulate else '='} gemm {a}, {b}"
+            part = f"[:, :{stmt.columns}]" if stmt.columns else ""
+            return f"{stmt.acc} {'+=' if stmt.accumulate else '='} gemm {a}, {b}{part}"
         case Map():
             return f"{stmt.dst} = map {text(stmt.expr)}"
         case RowReduce():

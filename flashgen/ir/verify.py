@@ -79,5 +79,5 @@ def _check_gemm(kernel: Kernel, stmt: Gemm) -> None:
     a, b, acc = (kernel.buffer(name).shape for name in (stmt.a, stmt.b, stmt.acc))
     a = a[::-1] if stmt.transpose_a else a
     b = b[::-1] if stmt.transpose_b else b
-    if (a[0], b[1]) != acc or a[1] != b[0]:
+    if (a[0], stmt.columns or b[1]) != acc or a[1] != b[0]:
         raise VerifyError(f"{kernel.name}: {stmt.acc} = {a} x {b} has disagreeing shapes {acc}")

@@ -37,7 +37,8 @@ def _placed(kernel: Kernel, buffer: Buffer, plan: Plan) -> Buffer:
     if buffer.space is Space.SHARED:
         return replace(buffer, stages=plan.stages.get(buffer.name, 1))
     if buffer.space is Space.REGISTER:
-        return replace(buffer, warps=plan.layouts.get(buffer.name) or _rows_layout(kernel, buffer, plan))
+        warps = plan.layouts.get(buffer.name) or _rows_layout(kernel, buffer, plan)
+        return replace(buffer, warps=warps, copies=plan.copies(buffer.name))
     return buffer
 
 
@@ -59,7 +60,7 @@ def _select(kernel: Kernel, stmt: Stmt, plan: Plan) -> Stmt | Body:
             return base.ZeroWindow(window, note=note)
         case Gemm():
             a = stmt.a if kernel.space(stmt.a) is Space.REGISTER else Tile(stmt.a)
-            flags = (stmt.transpose_a, stmt.transpose_b, stmt.accumulate)
+            flags = (stmt.transpose_a, stmt.transpose_b, stmt.accumulate, stmt.columns)
             return sm80.MmaSync(stmt.acc, a, Tile(stmt.b), *flags, note=note)
         case Accumulate():
             return base.AddFragment(stmt.dst, stmt.src, note=note)

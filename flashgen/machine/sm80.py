@@ -78,7 +78,10 @@ class WaitGroup(Sm80Stmt):
 
 @dataclass(frozen=True)
 class MmaSync(Sm80Stmt):
-    """acc (+)= op(a) op(b): a is a shared tile or a packed register tile, b a shared tile; fp32 accumulation."""
+    """acc (+)= op(a) op(b): a is a shared tile or a packed register tile, b a shared tile; fp32 accumulation.
+
+    columns: of b only the first ones, as many as this dimension.
+    """
 
     acc: str
     a: Place
@@ -86,6 +89,7 @@ class MmaSync(Sm80Stmt):
     transpose_a: bool = False
     transpose_b: bool = False
     accumulate: bool = False
+    columns: str = ""
     NAME = "mma_sync"
     NEEDS = "a and b have landed and a barrier has passed"
     WRITES = ("acc",)

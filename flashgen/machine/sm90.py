@@ -20,6 +20,7 @@ WARPGROUP = Var("warpgroup")  # the number of the warpgroup that executes a stat
 PANEL = 64  # columns that TMA writes side by side, which is also the largest part of a product's columns that moves
 OWN_ROWS = "own rows"
 OWN_COLUMNS = "own columns"
+FIRST_COLUMNS = "first columns"
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Wgmma(Sm90Stmt):
     """acc (+)= op(a) op(b), done at its wait: a is a shared tile or a packed register tile, b a shared tile.
 
     A group of its own. Until it has been waited for, nothing else may touch acc or write a register operand.
-    Warpgroups divide acc by rows, or by columns.
+    Warpgroups divide acc by rows, or by columns. columns: of b only the first ones, as many as this dimension.
     """
 
     acc: str
@@ -197,6 +198,7 @@ class Wgmma(Sm90Stmt):
     transpose_b: bool = False
     accumulate: bool = False
     transpose_a: bool = False
+    columns: str = ""
     NAME = "wgmma"
     NEEDS = "a and b have landed"
     WRITES = ("acc",)
@@ -271,7 +273,7 @@ class Describe(Sm90Stmt):
     """Where a shared tile begins, as a wgmma descriptor has it: for the products behind it that read this tile.
 
     part: "" for the whole tile, as of K and V; OWN_ROWS for the rows of this warpgroup alone, as of Q; OWN_COLUMNS for
-    its panel.
+    its panels; FIRST_COLUMNS for those of V in a tile of K.
     """
 
     tile: Tile
@@ -342,10 +344,12 @@ class TmaStore(Sm90Stmt):
     """dst = src for the 64 rows of a warpgroup, read from shared memory until WaitStored; clipped to what exists.
 
     Where dst has several heads, the 64 rows are those of whole heads, or whole parts of one.
+    across: so many warpgroups have the same rows, and store the columns of one part each; None for all columns.
     """
 
     dst: Window
     src: Tile
+    across: int | None = None
     NAME = "tma_store"
     NEEDS = "a barrier of the warpgroup has passed since each warp fenced its writes to src"
     WRITES = ("dst",)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from flashgen.ir.nodes import Kernel, Tile
 from flashgen.ir.visit import statements
 from flashgen.machine.sm90 import (
+    FIRST_COLUMNS,
     OWN_COLUMNS,
     OWN_ROWS,
     WARPGROUP_ROWS,
@@ -30,7 +31,8 @@ def operands(kernel: Kernel, stmt: Wgmma) -> tuple[Describe, ...]:
     if isinstance(stmt.a, Tile):
         down = "" if by_columns else OWN_COLUMNS
         found.append(Describe(stmt.a, "" if alone else down if stmt.transpose_a else OWN_ROWS))
-    return (*found, Describe(stmt.b, OWN_COLUMNS if by_columns else ""))
+    whole = FIRST_COLUMNS if stmt.columns else ""
+    return (*found, Describe(stmt.b, OWN_COLUMNS if by_columns else whole))
 
 
 def arrivals(kernel: Kernel, computing_warps: int) -> dict[tuple[str, str], int]:

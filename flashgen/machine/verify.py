@@ -42,7 +42,7 @@ def _check_wgmma(kernel: Kernel, plan: Plan, stmt: Wgmma) -> None:
     acc, a, b = kernel.buffer(stmt.acc), kernel.buffer(_buffer(stmt.a)), kernel.buffer(stmt.b.buffer)
     a_shape = a.shape[::-1] if stmt.transpose_a else a.shape
     b_shape = b.shape[::-1] if stmt.transpose_b else b.shape
-    if (a_shape[0], b_shape[1]) != acc.shape or a_shape[1] != b_shape[0]:
+    if (a_shape[0], stmt.columns or b_shape[1]) != acc.shape or a_shape[1] != b_shape[0]:
         raise VerifyError(f"{kernel.name}: {stmt.acc} = {a_shape} x {b_shape} has disagreeing shapes")
     rows, cols = (sizes[dim] for dim in acc.shape)
     assert acc.warps is not None
@@ -51,11 +51,11 @@ def _check_wgmma(kernel: Kernel, plan: Plan, stmt: Wgmma) -> None:
         raise VerifyError(
             f"{kernel.name}: {stmt.acc} of {rows} x {cols} is not 64 rows a warpgroup by 8 to 256 columns"
         )
-    if across > 1 and cols != PANEL * across:
+    if across > 1 and cols % (PANEL * across):
         raise VerifyError(
             f"{kernel.name}: warpgroups divide the {cols} columns of {stmt.acc} by whole panels of {PANEL}"
         )
-    if isinstance(stmt.a, str) and (stmt.transpose_a or across > 1):
+    if isinstance(stmt.a, str) and (stmt.transpose_a or a.warps != (down, 1)):
         raise VerifyError(f"{kernel.name}: {stmt.a} in registers has the rows of its warpgroup, as they are")
 
 
@@ -73,11 +73,11 @@ def _check_product(kernel: Kernel, plan: Plan, stmt: MmaSync) -> None:
     a, b = kernel.buffer(_buffer(stmt.a)), kernel.buffer(stmt.b.buffer)
     a_shape = a.shape[::-1] if stmt.transpose_a else a.shape
     b_shape = b.shape[::-1] if stmt.transpose_b else b.shape
-    if (a_shape[0], b_shape[1]) != acc.shape or a_shape[1] != b_shape[0]:
+    if (a_shape[0], stmt.columns or b_shape[1]) != acc.shape or a_shape[1] != b_shape[0]:
         raise VerifyError(f"{kernel.name}: {stmt.acc} = {a_shape} x {b_shape} has disagreeing shapes")
     if sizes[a_shape[1]] % k:
         raise VerifyError(f"{kernel.name}: {a_shape[1]} = {sizes[a_shape[1]]} is no multiple of the instruction's {k}")
-    if a.space is Space.REGISTER and a.warps != acc.warps:
+    if a.space is Space.REGISTER and a.warps != (acc.warps[0], 1):
         raise VerifyError(f"{kernel.name}: operand {a.name} is divided among the warps otherwise than {acc.name}")
 
 

@@ -9,6 +9,7 @@ from flashgen.ir.nodes import Copy, For, Kernel, Space, name_of
 from flashgen.ir.visit import statements
 from flashgen.plan.arch import Arch
 from flashgen.plan.plan import Candidate
+from flashgen.plan.wide import divides_output, is_wide, output_layouts, shares_values
 
 Layout = tuple[int, int]
 
@@ -22,8 +23,12 @@ def candidates(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> Iterator[Ca
         yield from _backward(kernel, arch, sizes)
     elif kernel.name == "attention_backward_aux":
         yield from _scores_alone(kernel, arch)
+    elif divides_output(kernel, sizes):
+        yield from _columns_of_output(kernel, arch)
     else:
         yield from _rows_of_queries(kernel, arch)
+        if kernel.name == "attention_forward" and is_wide(sizes):  # fewer rows, where Q leaves little room
+            yield from _columns_of_output(kernel, arch)
 
 
 def tile_names(kernel: Kernel) -> list[str]:
@@ -46,11 +51,12 @@ def _columns(arch: Arch) -> tuple[int, ...]:
 def _rows_of_queries(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
     """Each warp owns one or two instruction heights of query rows, and sees every key of the block."""
     m = arch.mma[0]
+    tiles = ("k_tile",) if shares_values(kernel) else ("k_tile", "v_tile")
     for warps, height, block_kv, stages in product(arch.warps, (1, 2), _columns(arch), (1, 2)):
         yield Candidate(
             blocks=(("block_q", warps * height * m), ("block_kv", block_kv)),
             warps=warps,
-            stages=(("k_tile", stages), ("v_tile", stages)),
+            stages=tuple((name, stages) for name in tiles),
             layouts=tuple((name, (warps, 1)) for name in tile_names(kernel)),
         )
 
@@ -68,6 +74,21 @@ def _scores_alone(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
             warps=warps,
             stages=tuple((name, stages) for name in looped),
             layouts=tuple((name, (warps, 1)) for name in tile_names(kernel)),
+        )
+
+
+def _columns_of_output(kernel: Kernel, arch: Arch) -> Iterator[Candidate]:
+    """As many warps as divide the columns of O own the same rows of queries: each computes all scores of these."""
+    m = arch.mma[0]
+    depths = ((1,), (2,)) if shares_values(kernel) else ((1, 1), (2, 1), (2, 2))
+    for warps, across, block_kv, stages in product(arch.warps, (2, 4), _columns(arch), depths):
+        if warps % across:
+            continue
+        yield Candidate(
+            blocks=(("block_q", warps // across * m), ("block_kv", block_kv)),
+            warps=warps,
+            stages=tuple(zip(("k_tile", "v_tile"), stages, strict=False)),
+            layouts=output_layouts(tile_names(kernel), warps // across, across),
         )
 
 

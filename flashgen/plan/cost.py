@@ -29,6 +29,7 @@ from flashgen.ir.graph import live_intervals, remembered
 from flashgen.ir.nodes import Accumulate, Buffer, Copy, For, Gemm, Kernel, Let, Map, Space, Stmt, Window, name_of
 from flashgen.ir.visit import statements
 from flashgen.plan.arch import Arch
+from flashgen.plan.wide import divides_output, is_wide
 
 Layouts = Mapping[str, tuple[int, int]]
 Sizes = Mapping[str, int]
@@ -39,6 +40,7 @@ OVERHEAD_REGISTERS = {"attention_forward": 72, "attention_backward_aux": 96}
 OTHER_OVERHEAD_REGISTERS = 40
 ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
+WIDE_REGISTERS = 16  # more in the forward of keys wider than 256, three times as many where functions load
 RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and as many beside a score function
 PLACE_REGISTERS = 8  # more where they are made for packed sequences: where a sequence lies is found, no argument
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
@@ -223,13 +225,15 @@ def loaded_registers(kernel: Kernel, sizes: Sizes, layout: tuple[int, int], addr
 
 def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int) -> Step:
     """The work of one step of the kernel's innermost loop."""
-    flops = shared_bytes = exponentials = elements = traffic = 0
+    flops = repeated = shared_bytes = exponentials = elements = traffic = 0
     for stmt, functions in _looped(kernel):
         if isinstance(stmt, Gemm):
+            copies = _copies(stmt.acc, layouts, warps)
             flops += gemm_flops(kernel, stmt, sizes)
-            shared_bytes += gemm_shared_bytes(kernel, stmt, sizes, layouts)
+            repeated += (copies - 1) * gemm_flops(kernel, stmt, sizes)
+            shared_bytes += copies * gemm_shared_bytes(kernel, stmt, sizes, layouts)
         elif isinstance(stmt, Map):
-            size = _elements(kernel.buffer(stmt.dst), sizes)
+            size = _elements(kernel.buffer(stmt.dst), sizes) * _copies(stmt.dst, layouts, warps)
             elements += size
             exponentials += size * functions
         elif isinstance(stmt, Copy) and isinstance(stmt.src, Window):
@@ -240,12 +244,17 @@ def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int)
             traffic += 2 * _bytes(kernel.buffer(stmt.src), sizes)
     return Step(
         flops=flops,
-        matrix=flops / 2 / arch.matrix_rate,
+        matrix=(flops + repeated) / 2 / arch.matrix_rate,
         shared=(shared_bytes + traffic) / arch.shared_bandwidth,
         special=exponentials / arch.exp_rate,
         arithmetic=elements / 64,
         traffic=traffic / L2_BYTES_PER_CLOCK,
     )
+
+
+def _copies(tile: str, layouts: Layouts, warps: int) -> int:
+    """Warps that compute each part of a tile."""
+    return warps // math.prod(layouts[tile]) if tile in layouts else 1
 
 
 def gemm_flops(kernel: Kernel, stmt: Gemm, sizes: Sizes) -> int:
@@ -259,10 +268,13 @@ def gemm_shared_bytes(kernel: Kernel, stmt: Gemm, sizes: Sizes, layouts: Layouts
     """Bytes that the warps together read from shared memory: every warp its rows of A and its columns of B."""
     a, b = kernel.buffer(stmt.a), kernel.buffer(stmt.b)
     along_rows, along_cols = layouts[stmt.acc]
-    routed = a.space is Space.REGISTER and (layouts[stmt.a] != layouts[stmt.acc] or along_cols != 1)
+    routed = a.space is Space.REGISTER and (layouts[stmt.a][0] != along_rows or layouts[stmt.a][1] != 1)
     from_shared = a.space is Space.SHARED or routed
     read_a = _bytes(a, sizes) * along_cols if from_shared else 0
-    return read_a + _bytes(b, sizes) * along_rows
+    read_b = _bytes(b, sizes)
+    if stmt.columns:
+        read_b = read_b * sizes[stmt.columns] // sizes[b.shape[1]]
+    return read_a + read_b * along_rows
 
 
 def accumulator_registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> int:
@@ -286,12 +298,15 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
     overhead += PLACE_REGISTERS * draws_in_sequences(kernel)
     loaded = loaded_values(kernel, sizes, layouts["s"]) if "s" in layouts else 0
     overhead += loaded + min(loaded, ADDRESS_REGISTERS)
+    if kernel.name == "attention_forward" and is_wide(sizes) and not divides_output(kernel, sizes):
+        overhead += WIDE_REGISTERS * (3 if loaded else 1)
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead
 
 
 def _registers(buffer: Buffer, sizes: Sizes, threads: int, layouts: Layouts) -> int:
     if len(buffer.shape) == 2:
-        return -(-_bytes(buffer, sizes) // 4 // threads)
+        holding = 32 * math.prod(layouts[buffer.name]) if buffer.name in layouts else threads
+        return -(-_bytes(buffer, sizes) // 4 // holding)
     rows = next((layout[0] for layout in layouts.values()), 1)
     return -(-sizes[buffer.shape[0]] // rows // 8)
 

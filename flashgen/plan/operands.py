@@ -28,7 +28,7 @@ def routed(kernel: Kernel, layouts: Layouts) -> list[str]:
     for stmt in statements(kernel.body):
         if not (isinstance(stmt, Gemm) and kernel.space(stmt.a) is Space.REGISTER):
             continue
-        if layouts[stmt.a][1] != 1 or layouts[stmt.acc] != layouts[stmt.a]:
+        if layouts[stmt.a][1] != 1 or layouts[stmt.acc][0] != layouts[stmt.a][0]:
             names.append(stmt.a)
     return list(dict.fromkeys(names))
 

@@ -79,7 +79,10 @@ class Candidate:
     def _layout_text(self) -> str:
         """How the scores are divided, where not by rows alone."""
         along_rows, along_cols = dict(self.layouts).get("s", (self.warps, 1))
-        return f", scores {along_rows} x {along_cols} among the warps" if along_cols > 1 else ""
+        if along_cols > 1:
+            return f", scores {along_rows} x {along_cols} among the warps"
+        rows, cols = dict(self.layouts).get("o_acc", (self.warps, 1))
+        return f", output {rows} x {cols} among the warps" if cols > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,11 @@ class Plan:
     def layouts(self) -> dict[str, tuple[int, int]]:
         """Register tile -> (warps along rows, warps along columns)."""
         return dict(self.candidate.layouts)
+
+    def copies(self, tile: str) -> int:
+        """How many warps hold each part of a register tile with the same values: they have other parts of another."""
+        down, across = self.layouts.get(tile, (self.computing_warps, 1))
+        return 1 if self.has("divided") else self.computing_warps // (down * across)
 
     @property
     def tile_bytes(self) -> int:

@@ -15,7 +15,7 @@ from flashgen.calculus import unguarded
 from flashgen.ir.expr import Const, Select, Var, text
 from flashgen.ir.nodes import Kernel, Map, Space
 from flashgen.ir.visit import statements
-from flashgen.plan import cost, sm90, sm90_backward, smem, tuned
+from flashgen.plan import cost, sm90, sm90_backward, smem, tuned, wide
 from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import candidates, tile_names
 from flashgen.plan.operands import through_shared
@@ -78,7 +78,7 @@ def judged(kernel: Kernel, arch: Arch, sizes: dict[str, int]) -> list[Verdict]:
         every = sm90_backward.candidates(kernel, sizes)
         found = [sm90_backward.judge(kernel, arch, sizes, candidate) for candidate in every]
     elif arch.family == "sm90":
-        found = [sm90.judge(kernel, arch, sizes, candidate) for candidate in sm90.candidates(kernel)]
+        found = [sm90.judge(kernel, arch, sizes, candidate) for candidate in sm90.candidates(kernel, sizes)]
     else:
         found = [judge(kernel, arch, sizes, candidate) for candidate in candidates(kernel, arch, sizes)]
     return sorted(found, key=lambda verdict: (bool(verdict.rejection), verdict.cost, str(verdict.candidate)))
@@ -132,7 +132,11 @@ def head_dims(spec: Spec, arch: Arch, kernel: str = "") -> dict[str, int]:
     def padded(size: int) -> int:
         return -(-size // unit) * unit
 
-    return {"head_dim": padded(spec.head_dim), "head_dim_v": padded(spec.head_dim_v)}
+    width = padded(spec.head_dim_v)
+    if width > wide.MOST_COLUMNS:
+        width = wide.padded(width, arch.family)
+    depth = padded(spec.head_dim)
+    return {"head_dim": max(depth, width) if spec.shared_kv else depth, "head_dim_v": width}
 
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:

@@ -12,7 +12,7 @@ guess and backwards, which only a measurement chooses: in what direction they ri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -24,6 +24,7 @@ from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import tile_names
 from flashgen.plan.plan import KIB, LAST_FIRST, Candidate, Placement, Plan, Verdict
 from flashgen.plan.smem import panel_bytes
+from flashgen.plan.wide import WARPGROUPS, divides_output, is_wide, output_layouts, shares_values
 
 ROLE_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # Working out where tiles lie spills in a producer with 24 registers.
@@ -36,7 +37,16 @@ FUNCTION_REGISTERS = 8
 MANY_FUNCTIONS = 4
 # Beside what functions load, where heads share a tile and lists of blocks are walked: counted on compiled kernels.
 LISTED_REGISTERS = 8
+# Where two products of different steps read the keys' tiles, each with its stage: counted on compiled kernels.
+SHARED_REGISTERS = 8
+# Beside functions, where two warpgroups divide O: counted on compiled kernels, of heads packed in a tile the most.
+DIVIDED_REGISTERS = 16
 BLOCKS_KV = (64, 80, 96, 112, 128, 144, 160, 176, 192)
+# Of head dims over 256, whose tiles leave room for fewer keys, and perhaps for one stage of these.
+WIDE_BLOCKS_KV = (16, 32, 48, *BLOCKS_KV)
+WIDE_STAGES = ((2, 2), (2, 1), (1, 1))
+# Of keys that are values too, and so are read in two steps: the scores of the next are issued before their product.
+SHARED_STAGES = ((2,), (3,), (4,))
 # Clocks of a step that no other warpgroup's work covers (fitted on an H200).
 STEP_LATENCY = 300
 # The time that a fixed order of tiles takes, where asking for the next takes 1: 0.98 at 4096, 1.05 at 512.
@@ -66,8 +76,16 @@ INPUTS = (("q_tile", "block_q", "head_dim"), ("k_tile", "block_kv", "head_dim"),
 CACHED_BYTES = 16 * 1024 * KIB  # of keys and values that are read at the same time, in an L2 of 50 MB and more
 
 
-def candidates(kernel: Kernel) -> Iterator[Candidate]:
-    """One, two or three computing warpgroups, each with 64 rows of queries, and one that loads."""
+def candidates(kernel: Kernel, sizes: Mapping[str, int]) -> Iterator[Candidate]:
+    """One, two or three computing warpgroups, and one that loads.
+
+    Each has 64 rows of queries, or two divide the columns of the same 64.
+    """
+    wide, divided = is_wide(sizes), divides_output(kernel, sizes)
+    blocks_kv = WIDE_BLOCKS_KV if wide else BLOCKS_KV
+    depths: tuple[tuple[int, ...], ...] = WIDE_STAGES if wide else ((2, 2),)
+    depths = SHARED_STAGES if shares_values(kernel) else depths
+    counts = (WARPGROUPS,) if divided else (1, 2, 3)
     uneven = kernel.axes[0].longest_first or kernel.axes[0].name == ROW_BLOCK.name
     orders = ("dynamic",) if uneven else ("dynamic", "persistent")
     # What is dropped would hide a guess that was too low, and random numbers take longer than maxima.
@@ -76,15 +94,17 @@ def candidates(kernel: Kernel) -> Iterator[Candidate]:
     guesses += ((),) if more else ()
     backwards = cost.rises(kernel) and not cost.listed(kernel) and not cost.draws(kernel)
     guesses += ((GUESS, LAST_FIRST),) if backwards else ()
-    for warpgroups, block_kv, order, ahead, guess in product((1, 2, 3), BLOCKS_KV, orders, (False, True), guesses):
+    every = product(counts, blocks_kv, depths, orders, (False, True), guesses)
+    for warpgroups, block_kv, stages, order, ahead, guess in every:
         if ahead and more and warpgroups == 3:
             continue  # 160 registers are too few then: 8 to 70 bytes are spilled
         turns = ("in turns",) if warpgroups > 1 else ()
+        along_rows, across = (1, warpgroups) if divided else (warpgroups, 1)
         yield Candidate(
-            blocks=(("block_q", 64 * warpgroups), ("block_kv", block_kv)),
+            blocks=(("block_q", 64 * along_rows), ("block_kv", block_kv)),
             warps=4 * warpgroups + 4,
-            stages=(("k_tile", 2), ("v_tile", 2), *((("q_tile", 2),) if ahead else ())),
-            layouts=tuple((name, (4 * warpgroups, 1)) for name in tile_names(kernel)),
+            stages=(*zip(("k_tile", "v_tile"), stages, strict=False), *((("q_tile", 2),) if ahead else ())),
+            layouts=output_layouts(tile_names(kernel), 4 * along_rows, across),
             traits=(order, *turns, *guess),
         )
 
@@ -106,7 +126,7 @@ def make(
         role_registers=role_registers(candidate),
         mbarriers=_mbarriers(candidate, covered),
         covered_by_output=covered,
-        keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"])),
+        keys_in_cache=CACHED_BYTES // (2 * (sizes["head_dim"] + sizes["head_dim_v"] * (not shares_values(kernel)))),
         packed=heads_in_tile(kernel),
         own_blocks=_differs_by_rows(kernel) and candidate.warps == OWN_BLOCKS_WARPS,
         variants=(PACKING,) * (heads_in_tile(kernel) == 1) + (RISING,) * _warned(kernel, candidate),
@@ -144,12 +164,12 @@ def allocate(sizes: dict[str, int], candidate: Candidate, limit: int) -> tuple[t
     """The map of shared memory, all tiles in panels as TMA moves them, and the tiles that O lies over.
 
     O has memory of its own where there is room in `limit` bytes, so that it leaves while the next tile is loaded; else
-    it lies over the stages of V, which a tile needs last.
+    it lies over the stages of V, which a tile needs last, or of K where these are its values.
     """
     stages = dict(candidate.stages)
     placed: list[Placement] = []
     offset = 0
-    for name, rows, cols in INPUTS:
+    for name, rows, cols in (item for item in INPUTS if item[0] in ("q_tile", *stages)):
         placed.append(_panels(name, offset, sizes[rows], sizes[cols], stages.get(name, 1)))
         offset = placed[-1].end
     covered: tuple[str, ...] = ()
@@ -168,8 +188,10 @@ def _panels(name: str, offset: int, rows: int, cols: int, stages: int) -> Placem
 
 def registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     """The estimate for a thread that computes: scores, the packed operand that is still read, output, and the rest."""
-    tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + sizes["head_dim_v"] // 2
-    tiles += _loading_registers(kernel, sizes)
+    width = sizes["head_dim_v"] // (WARPGROUPS if divides_output(kernel, sizes) else 1)
+    tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + width // 2
+    tiles += _loading_registers(kernel, sizes) + SHARED_REGISTERS * shares_values(kernel)
+    tiles += DIVIDED_REGISTERS * (divides_output(kernel, sizes) and cost.takes_functions(kernel))
     return tiles + OVERHEAD_REGISTERS + _function_registers(kernel, sizes) + _random_registers(kernel, sizes)
 
 
@@ -225,15 +247,18 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     if taken > min(limit, arch.max_registers):
         return Verdict(candidate, rejection=f"about {taken} registers a thread exceed {limit}: it would spill")
     elements = sizes["block_q"] * sizes["block_kv"]
-    matrix = elements * (sizes["head_dim"] + sizes["head_dim_v"]) / arch.matrix_rate
-    softmax = elements * (1 / arch.exp_rate + 3 / 128)
+    copies = WARPGROUPS if divides_output(kernel, sizes) else 1
+    matrix = elements * (copies * sizes["head_dim"] + sizes["head_dim_v"]) / arch.matrix_rate
+    softmax = copies * elements * (1 / arch.exp_rate + 3 / 128)
     latency = STEP_LATENCY if warpgroups > 1 else 2 * STEP_LATENCY
+    held = 2 if shares_values(kernel) else 1  # stages in use, so that with no more of them a load is waited for
+    latency += STEP_LATENCY * sum(count == held for name, count in candidate.stages if name != "q_tile")
     clocks = max(matrix, softmax) + min(matrix, softmax) / (1 + warpgroups) + latency
     total = clocks * 1e6 / (2 * elements * (sizes["head_dim"] + sizes["head_dim_v"])) * _factor(kernel, candidate)
     why = (
         f"{needed / KIB:.1f} KiB, {taken} registers; a step takes {matrix:.0f} clocks of matrix work, "
         f"{softmax:.0f} of softmax" + ", most steps twice" * (GUESS in candidate.traits and cost.rises(kernel))
-    )
+    ) + ", both warpgroups computing the scores" * (copies > 1)
     return Verdict(candidate, cost=total, why=why)
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.runtime.arrays import Library
+from flashgen.runtime.arrays import Library, library_of
 from flashgen.runtime.launch import MAX_BLOCKS
 from flashgen.spec import Spec
 
@@ -72,6 +72,22 @@ def check(spec: Spec, layout: str, library: Library, q: Any, k: Any, v: Any) -> 
     check_reach(strides)
     sizes = (q.shape[0], heads, heads_kv, q.shape[seq], k.shape[seq], spec.head_dim, spec.head_dim_v)
     return Problem(*sizes, strides)
+
+
+def values_of(spec: Spec, k: Any, v: Any) -> Any:
+    """v, or with shared_kv, where it is left out, the columns of k that it is."""
+    if not spec.shared_kv:
+        if v is None:
+            instead = "give a torch, CuPy or NumPy array, or compile with shared_kv=True where it is part of k"
+            raise TypeError(f"v is missing; {instead}")
+        return v
+    if v is not None:
+        raise ValueError(f"v is given, but with shared_kv it is k[..., :{spec.head_dim_v}]; leave it out")
+    library_of(k, "k")
+    try:
+        return k[..., : spec.head_dim_v] if len(k.shape) else k
+    except (RuntimeError, NotImplementedError):  # of a sparse or a nested tensor
+        raise without_memory("k") from None
 
 
 def check_elements(name: str, array: Any, spec: Spec, library: Library, q: Any) -> None:

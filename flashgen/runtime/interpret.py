@@ -31,7 +31,8 @@ def forward(
     """Fill o and lse."""
     import numpy as np
 
-    arrays = {name: _inward(library, layout, given[name]) for name in "qkv"} | _read(stages[:1], library, given)
+    names = [item.name for item in stages[0].tile.buffers if item.name in ("q", "k", "v")]
+    arrays = {name: _inward(library, layout, given[name]) for name in names} | _read(stages[:1], library, given)
     o, lse = outputs
     problem, width = call.problem, given["v"].shape[-1]
     arrays["o"] = np.full((problem.batch, problem.heads, problem.seqlen_q, width), np.nan, np.float32)

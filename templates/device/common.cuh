@@ -225,13 +225,14 @@ struct SharedTile {
 
 // A float32 tile in the registers of all threads, as mma.m16n8 leaves it: a warp owns M / WARPS_M rows by N / WARPS_N
 // columns; a lane holds rows lane / 4 and lane / 4 + 8 of every 16, and columns 2 * (lane % 4) and the next of every 8.
-// Of several groups of warps each has tiles of its own, from its FIRST_WARP on.
-template <int M, int N, int WARPS_M, int WARPS_N, int FIRST_WARP = 0>
+// Of several groups of warps each has tiles of its own, from its FIRST_WARP on. COPIES warps side by side hold the same.
+template <int M, int N, int WARPS_M, int WARPS_N, int FIRST_WARP = 0, int COPIES = 1>
 struct Fragment {
   static constexpr int ROWS = M / WARPS_M / 8, COLS = N / WARPS_N / 4, PAIRS = COLS / 2;
   static_assert(M % (16 * WARPS_M) == 0 && N % (16 * WARPS_N) == 0, "whole matrix instructions for each warp");
-  static __device__ __forceinline__ int first_row() { return (int(threadIdx.x) / 32 - FIRST_WARP) / WARPS_N * (M / WARPS_M); }
-  static __device__ __forceinline__ int first_col() { return (int(threadIdx.x) / 32 - FIRST_WARP) % WARPS_N * (N / WARPS_N); }
+  static __device__ __forceinline__ int part() { return (int(threadIdx.x) / 32 - FIRST_WARP) / COPIES; }
+  static __device__ __forceinline__ int first_row() { return part() / WARPS_N * (M / WARPS_M); }
+  static __device__ __forceinline__ int first_col() { return part() % WARPS_N * (N / WARPS_N); }
   static __device__ __forceinline__ int row(int i) {
     return first_row() + i / 2 * 16 + i % 2 * 8 + int(threadIdx.x) % 32 / 4;
   }

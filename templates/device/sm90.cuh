@@ -29,6 +29,19 @@ struct PanelTile {
   }
 };
 
+// A register tile of 64 rows that all warpgroups have: each has all of its columns, or one of ACROSS parts.
+template <int M, int N, int ACROSS>
+struct SameRows {
+  static constexpr int ROWS = 2, COLS = N / ACROSS / 4, PAIRS = COLS / 2;
+  static_assert(M == 64 && N % (64 * ACROSS) == 0 || ACROSS == 1, "whole panels for each warpgroup");
+  static __device__ __forceinline__ int first_row() { return int(threadIdx.x) / 32 % 4 * 16; }
+  static __device__ __forceinline__ int first_col() { return int(threadIdx.x) / 128 % ACROSS * (N / ACROSS); }
+  static __device__ __forceinline__ int row(int i) { return first_row() + i % 2 * 8 + int(threadIdx.x) % 32 / 4; }
+  static __device__ __forceinline__ int lane_col() { return first_col() + int(threadIdx.x) % 4 * 2; }
+  static __device__ __forceinline__ int col_offset(int j) { return j / 2 * 8 + j % 2; }
+  static __device__ __forceinline__ int col(int j) { return lane_col() + col_offset(j); }
+};
+
 // The same in all lanes of a warp, and known to be by the compiler.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
@@ -144,8 +157,9 @@ __device__ __forceinline__ int warp_of_tile() {
 __device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // One thread starts the copy of a warpgroup's 64 rows; what is out of range is not written. Of a tile that several heads
-// share, POSITIONS rows of each, these are whole heads, or a part of one.
-template <class Tile, int POSITIONS = Tile::ROWS>
+// share, POSITIONS rows of each, these are whole heads, or a part of one. ACROSS warpgroups have the same rows, and each
+// the panels of one part.
+template <class Tile, int POSITIONS = Tile::ROWS, int ACROSS = 1>
 __device__ __forceinline__ void tma_store(const TensorMap& map, int row, int head, int batch, SharedAddress tile, int warpgroup) {
   if (threadIdx.x % 128 != 0) return;
   constexpr bool ONE_HEAD = POSITIONS == Tile::ROWS;
@@ -158,7 +172,8 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, int row, int hea
     head += first / POSITIONS;
   }
 #pragma unroll
-  for (int panel = 0; panel < Tile::PANELS; ++panel) {
+  for (int part = 0; part < Tile::PANELS / ACROSS; ++part) {
+    const int panel = warpgroup % ACROSS * (Tile::PANELS / ACROSS) + part;
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
         "r"(tile.address() + panel * Tile::PANEL_BYTES + first * 128), "r"(panel * 64), "r"(row), "r"(head), "r"(batch)
@@ -167,7 +182,7 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, int row, int hea
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 // As tma_store, of a tile of which `rows` rows from `row` on are there; of each head, where several share it.
-template <class Tile, int POSITIONS = Tile::ROWS>
+template <class Tile, int POSITIONS = Tile::ROWS, int ACROSS = 1>
 __device__ __forceinline__ void tma_store_rows(const TensorMap& map, int row, int rows, int head, SharedAddress tile, int warpgroup) {
   if (threadIdx.x % 128 != 0) return;
   constexpr bool ONE_HEAD = POSITIONS == Tile::ROWS;
@@ -181,7 +196,8 @@ __device__ __forceinline__ void tma_store_rows(const TensorMap& map, int row, in
     head += first / POSITIONS;
   }
 #pragma unroll
-  for (int panel = 0; panel < Tile::PANELS; ++panel) {
+  for (int part = 0; part < Tile::PANELS / ACROSS; ++part) {
+    const int panel = warpgroup % ACROSS * (Tile::PANELS / ACROSS) + part;
     asm volatile(
         "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
         "r"(tile.address() + panel * Tile::PANEL_BYTES + first * 128), "r"(panel * 64), "r"(LAST_ROW - rows), "r"(head), "r"(end), "r"(LAST_ROW)
@@ -224,6 +240,7 @@ __device__ __forceinline__ void store_panels(SharedAddress tile, const uint32 (&
   static_assert(ROWS == 2 && PAIRS % 2 == 0, "a warp holds 16 rows, and an instruction stores 16 columns");
   const int lane = threadIdx.x % 32;
   const int row = Fragment::first_row() + lane % 16;
+  tile = tile + Fragment::first_col() / 64 * Tile::PANEL_BYTES;
 #pragma unroll
   for (int j = 0; j < PAIRS; j += 2) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
@@ -320,7 +337,7 @@ template <class Rows, class Cols, class T, int ROWS, int COLS>
 __device__ __forceinline__ void rescore(float (&scores)[ROWS][COLS], SharedAddress q, SharedAddress k) {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // volatile, or addresses are computed ahead, and take registers
-  const int lane = thread % 32, first_row = thread / 32 * 16;
+  const int lane = thread % 32, first_row = (Rows::ROWS == 64 ? thread / 32 % 4 : thread / 32) * 16;
 #pragma unroll
   for (int j = 0; j < COLS; ++j) scores[0][j] = scores[1][j] = 0.0f;
 #pragma unroll 1

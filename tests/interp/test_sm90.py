@@ -47,7 +47,8 @@ ALL = ("dynamic", "in turns", "guessed maximum")
 def plan(spec, warpgroups=1, block_kv=64, traits=None, arch=ARCH, stages=(("k_tile", 2), ("v_tile", 2))):
     kernel = forward(spec)
     wanted = {"block_q": 64 * warpgroups, "block_kv": block_kv}
-    candidate = next(item for item in sm90.candidates(kernel) if dict(item.blocks) == wanted)
+    sizes = planner.head_dims(spec, arch)
+    candidate = next(item for item in sm90.candidates(kernel, sizes) if dict(item.blocks) == wanted)
     candidate = replace(candidate, stages=stages)
     if traits is not None:
         candidate = replace(candidate, traits=traits)

@@ -126,7 +126,7 @@ def test_a_tile_that_no_plan_fits_is_one_sentence():
     ("arguments", "complaint"),
     [
         (("--head-dim", 100), "head_dim = 100"),
-        (("--head-dim", 264), "head_dim = 264"),
+        (("--head-dim", 584), "head_dim = 584"),
         (("--head-dim-v", 12), "head_dim_v = 12"),
         (("--dtype", "float32"), "float32"),
         (("--arch", "sm_999"), "sm_999"),

@@ -54,7 +54,7 @@ def of_the_kernel(spec):
         for kv_block in range(evaluate(loop.start, names), evaluate(loop.stop, names)):
             names["kv_start"] = kv_block * SIZES.block_kv
             guards = [stmt for stmt in loop.body if isinstance(stmt, If)]
-            hidden = not guards or evaluate(guards[0].condition, names)
+            hidden = not guards or any(evaluate(guard.condition, names) for guard in guards)
             found[q_block, kv_block] = mask.PARTIAL if hidden else mask.FULL
     return found
 

@@ -66,8 +66,10 @@ def test_products_read_their_operands_once_a_warp_that_needs_them():
 @pytest.mark.parametrize("make", [forward.forward, backward.backward, backward.backward_dq])
 def test_registers_hold_at_least_the_accumulators_of_the_loop(make):
     kernel = make(SPEC)
-    layouts = {item.name: (2, 1) for item in kernel.buffers if item.space is Space.REGISTER and len(item.shape) == 2}
-    small, large = (cost.accumulator_registers(kernel, BLOCKS, threads, layouts) for threads in (128, 64))
+    tiles = [item.name for item in kernel.buffers if item.space is Space.REGISTER and len(item.shape) == 2]
+    small, large = (
+        cost.accumulator_registers(kernel, BLOCKS, 32 * warps, dict.fromkeys(tiles, (warps, 1))) for warps in (4, 2)
+    )
     carried = {stmt.acc for stmt in cost.loop_statements(kernel) if isinstance(stmt, Gemm) and stmt.accumulate}
     elements = sum(BLOCKS[kernel.buffer(acc).shape[0]] * BLOCKS[kernel.buffer(acc).shape[1]] for acc in (*carried, "s"))
     assert elements // 64 <= large and elements // 128 <= small < large

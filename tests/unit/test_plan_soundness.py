@@ -38,7 +38,10 @@ def problems(kernel, plan):
         yield f"{plan.min_blocks} blocks of {plan.shared_bytes} bytes"
     for name, (along_rows, along_cols) in plan.layouts.items():
         rows, cols = (sizes[dim] for dim in kernel.buffer(name).shape)
-        if along_rows * along_cols != plan.warps or rows % (m * along_rows) or cols % (2 * n * along_cols):
+        copies = plan.copies(name)
+        if copies not in (1, plan.layouts.get("o_acc", (1, 1))[1]):
+            yield f"{name} in {copies} copies, as many as no output is divided by"
+        if along_rows * along_cols * copies != plan.warps or rows % (m * along_rows) or cols % (2 * n * along_cols):
             yield f"{name} of {rows} x {cols} by {along_rows} x {along_cols} of {plan.warps} warps"
     yield from misplaced(through_shared(kernel, plan.layouts), plan)
 

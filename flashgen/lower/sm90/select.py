@@ -22,7 +22,7 @@ from flashgen.ir.expr import (
     variables,
 )
 from flashgen.ir.nodes import Accumulate, Buffer, Copy, Gemm, Kernel, Level, Space, Stmt, Tile, Window, name_of
-from flashgen.ir.visit import Body, rewrite_kernel
+from flashgen.ir.visit import Body, rewrite_kernel, statements
 from flashgen.lower.selection import select_shared
 from flashgen.machine import base
 from flashgen.machine.sm90 import LoadVector, TmaLoad, TmaStore, Wgmma
@@ -36,17 +36,24 @@ def instructions(kernel: Kernel, plan: Plan) -> Kernel:
 
     Invariant: no TILE statement but For, If, Let and Note is left; every register buffer has a layout.
     """
-    buffers = tuple(_placed(item, plan) for item in kernel.buffers)
+    buffers = tuple(_placed(kernel, item, plan) for item in kernel.buffers)
     kernel = kernel.having(level=Level.MACHINE, buffers=buffers)
     return rewrite_kernel(kernel, lambda stmt: _select(kernel, stmt))
 
 
-def _placed(buffer: Buffer, plan: Plan) -> Buffer:
+def _placed(kernel: Kernel, buffer: Buffer, plan: Plan) -> Buffer:
     if buffer.space is Space.SHARED:
         return replace(buffer, stages=plan.stages.get(buffer.name, 1))
     if buffer.space is Space.REGISTER:
-        return replace(buffer, warps=plan.layouts.get(buffer.name, (plan.computing_warps, 1)))
+        warps = plan.layouts.get(buffer.name) or (_warps_along_rows(kernel, buffer, plan), 1)
+        return replace(buffer, warps=warps, copies=plan.copies(buffer.name))
     return buffer
+
+
+def _warps_along_rows(kernel: Kernel, buffer: Buffer, plan: Plan) -> int:
+    """Of a row vector: those that divide the rows of the scores, where several have the same ones."""
+    scores = next((item for item in kernel.buffers if plan.copies(item.name) > 1), None)
+    return plan.computing_warps if scores is None else plan.layouts[scores.name][0]
 
 
 def _select(kernel: Kernel, stmt: Stmt) -> Stmt | Body:
@@ -58,14 +65,21 @@ def _select(kernel: Kernel, stmt: Stmt) -> Stmt | Body:
             vector = len(kernel.buffer(dst.buffer).shape) == 1
             return LoadVector(dst, window, dst, note=stmt.note) if vector else TmaLoad(dst, window, note=stmt.note)
         case Copy(dst=Window() as window) if kernel.space(stmt.src) is Space.SHARED:
-            return TmaStore(window, Tile(name_of(stmt.src)), note=stmt.note)
+            return TmaStore(window, Tile(name_of(stmt.src)), _across(kernel, name_of(stmt.src)), note=stmt.note)
         case Gemm():
             a = stmt.a if kernel.space(stmt.a) is Space.REGISTER else Tile(stmt.a)
-            flags = (stmt.transpose_b, stmt.accumulate, stmt.transpose_a)
+            flags = (stmt.transpose_b, stmt.accumulate, stmt.transpose_a, stmt.columns)
             return Wgmma(stmt.acc, a, Tile(stmt.b), *flags, note=stmt.note)
         case Accumulate():
             return base.AddFragment(stmt.dst, stmt.src, note=stmt.note)
     return select_shared(kernel, stmt)
+
+
+def _across(kernel: Kernel, tile: str) -> int | None:
+    """Warpgroups that store columns of a tile, each its own; None where they store rows."""
+    sources = (stmt.src for stmt in statements(kernel.body) if isinstance(stmt, Copy) and stmt.dst == tile)
+    warps = next((kernel.buffer(source).warps for source in sources if isinstance(source, str)), None)
+    return warps[1] if warps and warps[1] > 1 else None
 
 
 def isolate_columns(kernel: Kernel, plan: Plan) -> Kernel:

@@ -79,10 +79,12 @@ def guard_reads(kernel: Kernel, plan: Plan) -> Kernel:
     def change(body: Body) -> Body:
         result: list[Stmt] = []
         seen: set[Tile] = set()
+        awaited = {stmt.tile for stmt in body if isinstance(stmt, WaitFull)}
         for stmt in within(body, change, NESTED):
             if isinstance(stmt, Wgmma):
                 places = [place for place in stmt.reads() if isinstance(place, Tile) and place.buffer in loaded]
-                tiles = [place for place in places if place.buffer not in known]
+                # what is waited for further down for another product's sake has not landed before this one
+                tiles = [place for place in places if place.buffer not in known or place in awaited]
                 result += [WaitFull(tile, parity(tile)) for tile in tiles if tile not in seen]
                 seen |= set(tiles)
             result.append(stmt)
@@ -119,10 +121,19 @@ def wait_products(kernel: Kernel, plan: Plan) -> Kernel:
     Invariant: no statement touches what a product in flight reads from registers or writes.
     """
     returned = {name for name in _loaded(kernel) if name not in _loaded_once(kernel)}
-    return in_role(kernel, "consumer", lambda body: _waited(kernel, body, returned))
+    later = _read_later(kernel)
+    return in_role(kernel, "consumer", lambda body: _waited(kernel, body, returned, later))
 
 
-def _waited(kernel: Kernel, body: Body, returned: set[str]) -> Body:
+def _read_later(kernel: Kernel) -> set[Tile]:
+    """Tiles of products that another one, of the next step, reads once more: that one releases them."""
+    products = [stmt for stmt in statements(kernel.body) if isinstance(stmt, Wgmma)]
+    last = {tile for stmt in products if stmt.accumulate for tile in _tiles(stmt)}
+    first = {tile for stmt in products if not stmt.accumulate for tile in _tiles(stmt)} - last
+    return {tile for tile in first if tile.buffer in {other.buffer for other in last}}
+
+
+def _waited(kernel: Kernel, body: Body, returned: set[str], later: set[Tile]) -> Body:
     """The body with its waits; `returned` are the tiles whose stages the loads take again."""
     result: list[Stmt] = []
     flying: list[Wgmma] = []
@@ -133,7 +144,7 @@ def _waited(kernel: Kernel, body: Body, returned: set[str]) -> Body:
         done = flying[:count]
         del flying[:count]
         result.append(WaitWgmma(len(flying), tuple(dict.fromkeys(stmt.acc for stmt in done))))
-        tiles = [tile for stmt in done for tile in _tiles(stmt)]
+        tiles = [tile for stmt in done for tile in _tiles(stmt) if tile not in later]
         held.update(dict.fromkeys(tile for tile in tiles if tile.buffer in returned and goes_round(kernel, tile)))
 
     def release(rest: Body) -> None:
@@ -148,7 +159,7 @@ def _waited(kernel: Kernel, body: Body, returned: set[str]) -> Body:
     for at, stmt in enumerate(body):
         if isinstance(stmt, NESTED):
             finish(len(flying) if isinstance(stmt, For | WhileLoop) else _conflicts(stmt, flying))
-            stmt = replace(stmt, body=_waited(kernel, stmt.body, returned))  # type: ignore[attr-defined, call-arg]
+            stmt = replace(stmt, body=_waited(kernel, stmt.body, returned, later))  # type: ignore[attr-defined, call-arg]
         elif isinstance(stmt, Assign) and stmt.name in _counted(held, flying):
             finish(len(flying))  # a stage has its name only until the counter goes on
             release(())
