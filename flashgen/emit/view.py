@@ -6,6 +6,7 @@ from dataclasses import fields
 from functools import cached_property
 
 from flashgen.emit.cexpr import c_text, no_element
+from flashgen.ir.dtype import OPERANDS
 from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Random, Var, children, rebuild, walk
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
 from flashgen.ir.visit import statements
@@ -81,8 +82,8 @@ class Names:
         return found
 
     def is_tile(self, buffer: Buffer) -> bool:
-        """True for rows of 16-bit elements, an operand of products."""
-        return len(buffer.shape) == 2 and buffer.dtype.bytes == 2
+        """True for rows of elements of a type that products take."""
+        return len(buffer.shape) == 2 and buffer.dtype in OPERANDS
 
     def in_panels(self, buffer: Buffer) -> bool:
         """True for a shared tile as TMA moves it."""
@@ -232,10 +233,12 @@ def _product(stmt: MmaSync, names: Names) -> Fields:
     """The device function of a matrix product and its template arguments."""
     flag = {True: "true", False: "false"}
     acc, b = names.fragments[stmt.acc], camel(stmt.b.buffer)
+    suffix = "" if names.kernel.buffer(stmt.b.buffer).dtype.bytes == 2 else "_tf32"
     if isinstance(stmt.a, Tile):
         a = f"{camel(stmt.a.buffer)}, {flag[stmt.transpose_a]}"
-        return {"product": "multiply_shared", "types": f"UNROLLED_DEPTH, {acc}, {a}, {b}, {flag[stmt.transpose_b]}"}
-    return {"product": "multiply_packed", "types": f"{acc}, {b}, {flag[stmt.transpose_b]}"}
+        types = f"UNROLLED_DEPTH, {acc}, {a}, {b}, {flag[stmt.transpose_b]}"
+        return {"product": f"multiply_shared{suffix}", "types": types}
+    return {"product": f"multiply_packed{suffix}", "types": f"{acc}, {b}, {flag[stmt.transpose_b]}"}
 
 
 def width(stmt: sm90.Wgmma, names: Names) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashgen.interp import philox
-from flashgen.ir.dtype import BF16, F16, F32, DType
+from flashgen.ir.dtype import BF16, F16, I32, DType
 from flashgen.ir.expr import (
     COMPARE,
     Binary,
@@ -162,9 +162,7 @@ def _alike(x: Value, y: Value) -> tuple[Value, Value]:
 
 
 def _cast(dtype: DType, x: Value) -> Value:
-    if dtype == F32 or dtype.name in (BF16.name, F16.name):
-        return round_to(dtype, x)
-    return np.asarray(x).astype(np.int64)
+    return np.asarray(x).astype(np.int64) if dtype == I32 else round_to(dtype, x)
 
 
 def _select(expr: Select, scope: Scope) -> Value:

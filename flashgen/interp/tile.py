@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from flashgen.interp import tf32
 from flashgen.interp.common import Hazard, Uniform, Value, evaluate, gather, number, round_to
 from flashgen.interp.lanes import chunks, lane_bytes, lanes_of, vectorisable
 from flashgen.ir.expr import Expr, I, J, Load
@@ -264,7 +265,7 @@ def _tile_dims(block: _Block, window: Window) -> tuple[str, ...]:
 
 
 def _gemm(block: _Block, stmt: Gemm) -> None:
-    a, b = block.get(stmt.a), block.get(stmt.b)
+    a, b = (tf32.operand(block.buffers[name].dtype, block.get(name)) for name in (stmt.a, stmt.b))
     a = a.swapaxes(1, 2) if stmt.transpose_a else a
     b = b.swapaxes(1, 2) if stmt.transpose_b else b
     block.tell(stmt, FLOPS, 2 * block.lanes * a.shape[1] * a.shape[2] * b.shape[2])

@@ -195,7 +195,7 @@ def make(kernel: Kernel, spec: Spec, arch: Arch, candidate: Candidate, padded: d
         shared=shared,
         registers=registers,
         min_blocks=max(1, cost.resident_blocks(arch, threads, registers, needed)),
-        vector_bytes=16 if spec.aligned else 2,
+        vector_bytes=16 if spec.aligned else spec.dtype.bytes,
         unrolled_depth=unrolled_depth(kernel, sizes, layouts),
     )
 
