@@ -131,13 +131,13 @@ def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
 def backward_plans(spec: Spec, arch: Arch) -> tuple[Spec, Plan, Plan | None]:
     """What the backward is made for, the plan of its main kernel, and that of dQ's kernel where there is one.
 
-    The derivative of a score function may take a tile too many, what functions load from arrays, or random numbers:
+    The derivative of a score function may take a tile too many, float32, what functions load, or random numbers:
     then dQ has its own kernel; where no tile fits even so, the portable kernels are taken, and of these in the end
     those that are estimated to spill least: no function is refused.
     """
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
-    takes_more = spec.score is not None or spec.mask is not None or spec.dropout
+    takes_more = spec.score is not None or spec.mask is not None or spec.dropout or spec.dtype.bytes == 4
     if takes_more:
         apart = replace(spec, deterministic=True)
         ways += [(apart, arch)]

@@ -233,12 +233,14 @@ def _product(stmt: MmaSync, names: Names) -> Fields:
     """The device function of a matrix product and its template arguments."""
     flag = {True: "true", False: "false"}
     acc, b = names.fragments[stmt.acc], camel(stmt.b.buffer)
-    suffix = "" if names.kernel.buffer(stmt.b.buffer).dtype.bytes == 2 else "_tf32"
+    kind, suffix = "multiply", ""
+    if names.kernel.buffer(stmt.b.buffer).dtype.bytes == 4:  # sums that go on from step to step are added otherwise
+        kind, suffix = "add" if stmt.accumulate else "multiply", "_tf32"
     if isinstance(stmt.a, Tile):
         a = f"{camel(stmt.a.buffer)}, {flag[stmt.transpose_a]}"
         types = f"UNROLLED_DEPTH, {acc}, {a}, {b}, {flag[stmt.transpose_b]}"
-        return {"product": f"multiply_shared{suffix}", "types": types}
-    return {"product": f"multiply_packed{suffix}", "types": f"{acc}, {b}, {flag[stmt.transpose_b]}"}
+        return {"product": f"{kind}_shared{suffix}", "types": types}
+    return {"product": f"{kind}_packed{suffix}", "types": f"{acc}, {b}, {flag[stmt.transpose_b]}"}
 
 
 def width(stmt: sm90.Wgmma, names: Names) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from flashgen.ir.dtype import FP32, TF32, DType
 from flashgen.ir.expr import (
     Binary,
     Cast,
@@ -38,6 +39,7 @@ OVERHEAD_REGISTERS = {"attention_forward": 72}
 OTHER_OVERHEAD_REGISTERS = 40
 ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
+SPLIT_REGISTERS = 16  # more where operands are of float32, split into parts of TF32: those in flight
 RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and as many beside a score function
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
@@ -216,10 +218,11 @@ def loaded_registers(kernel: Kernel, sizes: Sizes, layout: tuple[int, int], addr
 
 def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int) -> Step:
     """The work of one step of the kernel's innermost loop."""
-    flops = shared_bytes = exponentials = elements = traffic = 0
+    flops = matrix = shared_bytes = exponentials = elements = traffic = 0
     for stmt, functions in _looped(kernel):
         if isinstance(stmt, Gemm):
             flops += gemm_flops(kernel, stmt, sizes)
+            matrix += gemm_flops(kernel, stmt, sizes) * instructions(kernel.buffer(stmt.a).dtype)
             shared_bytes += gemm_shared_bytes(kernel, stmt, sizes, layouts)
         elif isinstance(stmt, Map):
             size = _elements(kernel.buffer(stmt.dst), sizes)
@@ -233,12 +236,17 @@ def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int)
             traffic += 2 * _bytes(kernel.buffer(stmt.src), sizes)
     return Step(
         flops=flops,
-        matrix=flops / 2 / arch.matrix_rate,
+        matrix=matrix / 2 / arch.matrix_rate,
         shared=(shared_bytes + traffic) / arch.shared_bandwidth,
         special=exponentials / arch.exp_rate,
         arithmetic=elements / 64,
         traffic=traffic / L2_BYTES_PER_CLOCK,
     )
+
+
+def instructions(dtype: DType) -> int:
+    """How many times as long as one of 16 bits a product of such operands takes: TF32 has half the rate."""
+    return {FP32: 6, TF32: 2}.get(dtype, 1)
 
 
 def gemm_flops(kernel: Kernel, stmt: Gemm, sizes: Sizes) -> int:
@@ -278,7 +286,27 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
         overhead += RANDOM_REGISTERS * (2 if scores(kernel) else 1)
     loaded = loaded_values(kernel, sizes, layouts["s"]) if "s" in layouts else 0
     overhead += loaded + min(loaded, ADDRESS_REGISTERS)
+    overhead += split_registers(kernel, sizes, layouts)
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead
+
+
+def split_registers(kernel: Kernel, sizes: Sizes, layouts: Layouts) -> int:
+    """What products of float32 take of a thread: the parts of A, of its whole depth where sums go on from step to step.
+
+    One part of a register operand lies where that lay.
+    """
+    found = [0]
+    for stmt, _ in _looped(kernel):
+        parts = {FP32: 2, TF32: 1}.get(kernel.buffer(stmt.a).dtype) if isinstance(stmt, Gemm) else None
+        if parts is None:
+            continue
+        found.append(SPLIT_REGISTERS)
+        if stmt.accumulate:
+            along, across = layouts[stmt.acc]
+            elements = _elements(kernel.buffer(stmt.a), sizes) // along // 32
+            in_place = kernel.space(stmt.a) is Space.REGISTER and across == 1
+            found.append(SPLIT_REGISTERS + elements * (parts - in_place))
+    return max(found)
 
 
 def _registers(buffer: Buffer, sizes: Sizes, threads: int, layouts: Layouts) -> int:

@@ -13,52 +13,46 @@ struct tf32 {
 __device__ __forceinline__ float to_float(fp32 x) { return x.value; }
 __device__ __forceinline__ float to_float(tf32 x) { return x.value; }
 
-// The nearest TF32, ties away from zero, as the bits of a float32.
-__device__ __forceinline__ uint32 round_to_tf32(float x) {
-  uint32 rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
-  return rounded;
-}
-
-// Four elements of an operand: two rows (of A; columns of B), 8 apart, by two places in depth.
+// Four elements of an operand: two rows (of A; columns of B), 8 apart, at each of two places in depth.
 template <class T>
-struct Part;
-template <>
-struct Part<tf32> {
-  uint32 high[4];
-  __device__ __forceinline__ void set(int n, uint32 word) { high[n] = round_to_tf32(__uint_as_float(word)); }
-};
-// x = high + low up to 2^-22 of x.
-template <>
-struct Part<fp32> {
+struct Part {
   uint32 high[4], low[4];
-  __device__ __forceinline__ void set(int n, uint32 word) {
-    const float x = __uint_as_float(word);
-    high[n] = round_to_tf32(x);
-    low[n] = round_to_tf32(x - __uint_as_float(high[n]));
+  __device__ __forceinline__ void set(float x0, float x1, float x2, float x3) {
+    const float x[4] = {x0, x1, x2, x3};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) split(x[n], high[n], low[n], T{});
   }
 };
 
-// acc += a (16 x 8) b (8 x 8): of b those of the four elements that belong to column n or n + 8.
-__device__ __forceinline__ void mma_tf32(float (&acc)[4], const uint32 (&a)[4], const uint32 (&b)[4], int column) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[column]), "r"(b[2 + column]));
+// x = high + low up to 2^-21 of x. High is rounded by its bits; of those of low the tensor cores ignore what TF32 lacks. A
+// NaN, whose bits may overflow, is one in low.
+__device__ __forceinline__ void split(float x, uint32& high, uint32& low, fp32) {
+  high = (__float_as_uint(x) + 0x1000) & 0xffffe000;
+  low = __float_as_uint(x - __uint_as_float(high));
 }
-__device__ __forceinline__ void multiply_parts(float (&acc)[4], const Part<tf32>& a, const Part<tf32>& b, int column) {
-  mma_tf32(acc, a.high, b.high, column);
+// The nearest TF32, ties away from zero, as the bits of a float32.
+__device__ __forceinline__ void split(float x, uint32& high, uint32&, tf32) {
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(x));
 }
-// The small terms first; low * low is below what float32 keeps. The tensor cores cut sums off instead of rounding them,
-// which over thousands of keys would add up: each sum of 8 starts at zero and is added, rounded to nearest, by itself
-// (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022).
-__device__ __forceinline__ void multiply_parts(float (&acc)[4], const Part<fp32>& a, const Part<fp32>& b, int column) {
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  mma_tf32(sum, a.low, b.high, column);
-  mma_tf32(sum, a.high, b.low, column);
-  mma_tf32(sum, a.high, b.high, column);
-#pragma unroll
-  for (int n = 0; n < 4; ++n) acc[n] += sum[n];
+
+// c += a (16 x 8) b (8 x 8), where c is as of mma.m16n8k16; of b those of the four elements in column n or n + 8.
+__device__ __forceinline__ void mma_tf32(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], const uint32 (&b)[4],
+                                         int column) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[column]), "r"(b[2 + column]));
+}
+__device__ __forceinline__ void multiply_parts(float& c0, float& c1, float& c2, float& c3, const Part<tf32>& a,
+                                               const Part<tf32>& b, int column) {
+  mma_tf32(c0, c1, c2, c3, a.high, b.high, column);
+}
+// The small terms first; low * low is below what float32 keeps.
+__device__ __forceinline__ void multiply_parts(float& c0, float& c1, float& c2, float& c3, const Part<fp32>& a,
+                                               const Part<fp32>& b, int column) {
+  mma_tf32(c0, c1, c2, c3, a.low, b.high, column);
+  mma_tf32(c0, c1, c2, c3, a.high, b.low, column);
+  mma_tf32(c0, c1, c2, c3, a.high, b.high, column);
 }
 
 // What a lane reads of 16 rows (of A; columns of B) by 8 in depth of an operand in shared memory, kept as [row][k], or as
@@ -75,44 +69,24 @@ struct Strip {
                               : K_FIRST ? k * Tile::ROW_BYTES + r * 4
                                         : r * Tile::ROW_BYTES + k * 4);
   }
-  __device__ __forceinline__ void load(uint32 (&words)[4], int row, int depth) const {
+  template <class T>
+  __device__ __forceinline__ Part<T> load(int row, int depth) const {
+    uint32 words[4];
     if (BY_MATRIX) {
       ldmatrix(words, first + row * Tile::ROW_BYTES + depth * 32);
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int k = depth * 8 + n / 2 * (PAIRED ? 1 : 4), r = row + n % 2 * 8;
-      const uint32 address = first + (K_FIRST ? k * Tile::ROW_BYTES + r * 4 : r * Tile::ROW_BYTES + k * 4);
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[n]) : "r"(address));
-    }
-  }
-};
-
-// acc += a[:, 8 of depth] b[8 of depth, :].
-template <class T, class B, int ROWS, int COLS>
-__device__ __forceinline__ void multiply_depth_tf32(float (&acc)[ROWS][COLS], const Part<T> (&a)[ROWS / 2], const B& b,
-                                                    int depth) {
-#pragma unroll
-  for (int j = 0; j < COLS / 4; ++j) {
-    uint32 words[4];
-    b.load(words, j * 16, depth);
-    Part<T> part;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) part.set(n, words[n]);
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i) {
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        float* top = &acc[2 * i][4 * j + 2 * column];
-        float* low = &acc[2 * i + 1][4 * j + 2 * column];
-        float sum[4] = {top[0], top[1], low[0], low[1]};
-        multiply_parts(sum, a[i], part, column);
-        top[0] = sum[0], top[1] = sum[1], low[0] = sum[2], low[1] = sum[3];
+      for (int n = 0; n < 4; ++n) {
+        const int k = depth * 8 + n / 2 * (PAIRED ? 1 : 4), r = row + n % 2 * 8;
+        const uint32 address = first + (K_FIRST ? k * Tile::ROW_BYTES + r * 4 : r * Tile::ROW_BYTES + k * 4);
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[n]) : "r"(address));
       }
     }
+    Part<T> part;
+    part.set(__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]), __uint_as_float(words[3]));
+    return part;
   }
-}
+};
 
 // acc += A B with A in shared memory, kept as [m][k], or as [k][m] where A_IS_KM; B as [n][k] (B_IS_NK) or as [k][n].
 template <class T, int UNROLLED, class Layout, class ATile, bool A_IS_KM, class BTile, bool B_IS_NK, int ROWS, int COLS>
@@ -124,31 +98,66 @@ __device__ __forceinline__ void multiply_shared_tf32(float (&acc)[ROWS][COLS], S
   for (int depth = 0; depth < DEPTH / 8; ++depth) {
     Part<T> a_part[ROWS / 2];
 #pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i) {
-      uint32 words[4];
-      a_strip.load(words, i * 16, depth);
+    for (int i = 0; i < ROWS / 2; ++i) a_part[i] = a_strip.template load<T>(i * 16, depth);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) a_part[i].set(n, words[n]);
+    for (int j = 0; j < COLS / 4; ++j) {
+      const Part<T> b_part = b_strip.template load<T>(j * 16, depth);
+#pragma unroll
+      for (int n = 0; n < ROWS; ++n) {
+        float* top = &acc[n / 2 * 2][4 * j + n % 2 * 2];
+        float* low = &acc[n / 2 * 2 + 1][4 * j + n % 2 * 2];
+        multiply_parts(top[0], top[1], low[0], low[1], a_part[n / 2], b_part, n % 2);
+      }
     }
-    multiply_depth_tf32(acc, a_part, b_strip, depth);
   }
 }
 
-// acc += A B with A in registers as an accumulator holds it: its columns are the depth, B is kept as [k][n].
-template <class T, class Layout, class BTile, bool B_IS_NK, int ROWS, int COLS, int DEPTH>
-__device__ __forceinline__ void multiply_packed_tf32(float (&acc)[ROWS][COLS], const float (&a)[ROWS][DEPTH], SharedAddress b) {
-  static_assert(!B_IS_NK, "the order of an accumulator's columns is that of B's rows");
-  const Strip<BTile, true, true> b_strip(b, Layout::first_col());
+// acc += A B with the parts of A in registers: for an accumulator that is added to in every step of a loop. The tensor
+// cores cut sums off instead of rounding them, which over thousands of keys would add up. So the sums of one step start
+// at zero, and are added, rounded to nearest, by themselves (Ootomo and Yokota, "Recovering single precision accuracy
+// from Tensor Cores while surpassing the FP32 theoretical peak performance", 2022).
+template <class T, class B, int DEPTH, int ROWS, int COLS>
+__device__ __forceinline__ void add_product(float (&acc)[ROWS][COLS], const Part<T> (&a)[ROWS / 2][DEPTH], const B& b) {
 #pragma unroll
-  for (int depth = 0; depth < DEPTH / 2; ++depth) {
-    Part<T> a_part[ROWS / 2];
+  for (int j = 0; j < COLS / 4; ++j) {
+    float sum[ROWS][4];
+    fill(sum, 0.0f);
 #pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i) {
+    for (int depth = 0; depth < DEPTH; ++depth) {
+      const Part<T> b_part = b.template load<T>(j * 16, depth);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) a_part[i].set(n, __float_as_uint(a[2 * i + n % 2][2 * depth + n / 2]));
+      for (int n = 0; n < ROWS; ++n) {
+        multiply_parts(sum[n][0], sum[n][1], sum[n][2], sum[n][3], a[n / 2][depth], b_part, n % 2);
+      }
     }
-    multiply_depth_tf32(acc, a_part, b_strip, depth);
+#pragma unroll
+    for (int n = 0; n < ROWS * 4; ++n) acc[n / 8 * 2 + n / 2 % 2][4 * j + n / 4 % 2 * 2 + n % 2] += sum[n / 4][n % 4];
   }
+}
+
+// The same with A in shared memory.
+template <class T, int UNROLLED, class Layout, class ATile, bool A_IS_KM, class BTile, bool B_IS_NK, int ROWS, int COLS>
+__device__ __forceinline__ void add_shared_tf32(float (&acc)[ROWS][COLS], SharedAddress a, SharedAddress b) {
+  constexpr int DEPTH = (A_IS_KM ? ATile::ROWS : ATile::COLS) / 8;
+  const Strip<ATile, A_IS_KM, !B_IS_NK> a_strip(a, Layout::first_row());
+  Part<T> a_part[ROWS / 2][DEPTH];
+#pragma unroll
+  for (int n = 0; n < ROWS / 2 * DEPTH; ++n) a_part[n / DEPTH][n % DEPTH] = a_strip.template load<T>(n / DEPTH * 16, n % DEPTH);
+  add_product(acc, a_part, Strip<BTile, !B_IS_NK, !B_IS_NK>(b, Layout::first_col()));
+}
+
+// The same with A in registers as an accumulator holds it: its columns are the depth, and B is kept as [k][n].
+template <class T, class Layout, class BTile, bool B_IS_NK, int ROWS, int COLS, int A_COLS>
+__device__ __forceinline__ void add_packed_tf32(float (&acc)[ROWS][COLS], const float (&a)[ROWS][A_COLS], SharedAddress b) {
+  static_assert(!B_IS_NK, "the order of an accumulator's columns is that of B's rows");
+  constexpr int DEPTH = A_COLS / 2;
+  Part<T> a_part[ROWS / 2][DEPTH];
+#pragma unroll
+  for (int n = 0; n < ROWS / 2 * DEPTH; ++n) {
+    const int i = n / DEPTH * 2, depth = n % DEPTH;
+    a_part[i / 2][depth].set(a[i][2 * depth], a[i + 1][2 * depth], a[i][2 * depth + 1], a[i + 1][2 * depth + 1]);
+  }
+  add_product(acc, a_part, Strip<BTile, true, true>(b, Layout::first_col()));
 }
 
 // A register tile of float32 goes to its places in a shared tile.
