@@ -42,12 +42,13 @@ def compile(
     varlen: bool = False,
     sinks: bool = False,
     dropout: bool = False,
+    precision: str | None = None,
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
     head_dim, head_dim_v: multiples of 8 from 8 to 256; head_dim_v is head_dim where None.
     causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q; "top-left": up to i.
-    dtype: "bfloat16", "float16", or the torch or NumPy dtype.
+    dtype: "bfloat16", "float16", "float32", or the torch or NumPy dtype; "float64" on the interpreter alone.
     layout: "bshd" (batch, seqlen, heads, head_dim) or "bhsd".
     arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a" (Hopper's own instructions) or "sm_120"; None is the
         current GPU's own, or sm_80 without a GPU.
@@ -68,6 +69,8 @@ def compile(
         counts t in, and t has a gradient. A query that sees no key has o = 0 and lse = t.
     dropout: each call drops a part of the probabilities, O = (keep * P / (1 - p)) V, and says which:
         kernel(q, k, v, dropout_p=p, dropout_seed=seed, dropout_offset=0). The LSE is that without dropout.
+    precision: of products of float32. "3xtf32" (None): three of TF32 for each, as good as float32; "tf32": one, which
+        rounds the operands to 10 bits, at a third of the time. On sm_90a float32 takes the kernels of sm_90.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
@@ -87,7 +90,7 @@ def compile(
     def traced(mask_dtypes: DTypes | None, score_dtypes: DTypes | None) -> Spec:
         options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes)
         bottom_right, mask, score = variants.functions(causal, *options)
-        same = (head_dim, width, parse_dtype(dtype), bottom_right, deterministic)
+        same = (head_dim, width, parse_dtype(dtype, precision), bottom_right, deterministic)
         more: dict[str, Any] = {"sinks": F32 if sinks else None, "dropout": dropout}
         return Spec(*same, mask=mask, score=score, varlen=varlen, **more)
 
@@ -133,18 +136,20 @@ def attention(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     block_mask: BlockMask | None = None,
+    precision: str | None = None,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
-    v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
-    CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, sinks, dropout and
+    v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16, float16 or float32, on the CPU
+    float64 too; torch (CUDA or CPU), CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
+    window, softcap, mask_mod, score_mod and precision as `compile` takes them; mask_aux, score_aux, sinks, dropout and
     block_mask as a kernel.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
-    (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
+    (batch, heads, seqlen_q), of float64 float64. Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
+    options["precision"] = precision
     arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks}
     arrays["block_mask"] = block_mask
     if parse(dropout_p, dropout_seed, dropout_offset) is not None:
@@ -194,6 +199,7 @@ def varlen_attention(
     mask_aux: Aux = None,
     score_aux: Aux = None,
     check: bool = False,
+    precision: str | None = None,
 ) -> Any:
     """`attention` of each of many sequences, packed one behind the other; differentiable with torch.
 
@@ -211,6 +217,7 @@ def varlen_attention(
     Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
+    options["precision"] = precision
     arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "seqused_k": seqused_k}
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if traced_by_torch():

@@ -54,7 +54,7 @@ class Stages:
 
 def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
     """The record to plan a kernel for: the portable one where the chip's family lacks it, or cannot copy the rows."""
-    has = kernel in ("attention_forward", *sm90_backward.KERNELS)
+    has = kernel in ("attention_forward", *sm90_backward.KERNELS) and spec.dtype.bytes == 2
     own = arch.family == "sm80" or (has and spec.aligned)
     return arch if own else portable_record(arch)
 
@@ -93,6 +93,8 @@ def for_sizes(spec: Spec, arch: Arch, seqlen_q: int, seqlen_k: int, group: int) 
 def forward_arch(spec: Spec, arch: Arch) -> Arch:
     """The record to plan the forward for: the portable one where functions, or random numbers, leave no tile room."""
     own = arch_for("attention_forward", spec, arch)
+    if spec.dtype.bytes == 4 and own.family != arch.family:
+        log.info("%s: float32 is multiplied by mma.sync; the %s kernels run", spec, own.name)
     if (spec.mask or spec.score or spec.dropout) and own.portable:
         try:
             _forward_plan(spec.forward(), own)

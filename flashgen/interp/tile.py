@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.interp import tf32
-from flashgen.interp.common import Hazard, Uniform, Value, evaluate, gather, number, round_to
+from flashgen.interp.common import Hazard, Uniform, Value, evaluate, gather, number, real, round_to
 from flashgen.interp.lanes import chunks, lane_bytes, lanes_of, vectorisable
 from flashgen.ir.expr import Expr, I, J, Load
 from flashgen.ir.nodes import (
@@ -155,7 +155,7 @@ class _Block:
         part = array[index]
         if part.shape[1:] == shape:
             return part
-        tile = np.zeros((self.lanes, *shape), np.float32)
+        tile = np.zeros((self.lanes, *shape), real())
         tile[inner] = part
         return tile
 
@@ -208,7 +208,7 @@ class _Elements:
     def whole(self, value: Value) -> np.ndarray:
         """The value of every element, in memory of its own."""
         shape = np.broadcast_shapes(np.shape(value), (1, *self.shape))
-        return np.array(np.broadcast_to(value, shape), np.float32)
+        return np.array(np.broadcast_to(value, shape), real())
 
 
 def _for(block: _Block, stmt: For) -> None:
@@ -252,7 +252,7 @@ def _fill(block: _Block, stmt: Fill) -> None:
         return
     shape = tuple(block.dims[dim] for dim in _tile_dims(block, stmt.dst))
     value = evaluate(stmt.value, _Elements(block, shape))
-    block.store(stmt, stmt.dst, np.broadcast_to(np.asarray(value, np.float32), (block.lanes, *shape)))
+    block.store(stmt, stmt.dst, np.broadcast_to(np.asarray(value, real()), (block.lanes, *shape)))
 
 
 def _tile_dims(block: _Block, window: Window) -> tuple[str, ...]:

@@ -31,6 +31,9 @@ I32 = DType("int32", 4, "int")
 # float32, or one, to which both operands are rounded.
 FP32 = DType("float32", 4, "fp32")
 TF32 = DType("tf32", 4, "tf32")
+PRECISIONS = {"3xtf32": FP32, "tf32": TF32}
+
+F64 = DType("float64", 8, "double")  # of the interpreter alone
 
 OPERANDS = (BF16, F16, FP32, TF32)  # what tiles hold that take part in products
-STORAGE = {dtype.name: dtype for dtype in (BF16, F16, FP32)}
+STORAGE = {dtype.name: dtype for dtype in (BF16, F16, FP32, F64)}

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from flashgen.attention.varlen import PADDING as _PADDING
 from flashgen.calculus import unguarded
+from flashgen.ir.dtype import FP32, TF32
 from flashgen.ir.expr import Const, Select, Var, text
 from flashgen.ir.nodes import Kernel, Map, Space
 from flashgen.ir.visit import statements
@@ -206,7 +207,10 @@ def unrolled_depth(kernel: Kernel, sizes: dict[str, int], layouts: dict[str, tup
     Compiled by NVRTC 13.5 for every chip, the backward spills 4 to 150 bytes with four unless its rows are a power of
     two up to 128 wide (others copy in more passes, each with addresses of its own). Two are 0 to 7 % slower than four
     on an H200, one 2 to 12 %; a wide backward that splits its scores among four warps spills with two.
+    float32 has more instructions in a step: two, and fewer spills.
     """
+    if any(item.dtype in (FP32, TF32) for item in kernel.buffers):
+        return 2
     wide = max(sizes["head_dim"], sizes["head_dim_v"]) if kernel.name == "attention_backward" else 0
     if wide > 128 and layouts["s"] == (2, 2):
         return 1
