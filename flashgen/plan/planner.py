@@ -207,10 +207,10 @@ def unrolled_depth(kernel: Kernel, sizes: dict[str, int], layouts: dict[str, tup
     Compiled by NVRTC 13.5 for every chip, the backward spills 4 to 150 bytes with four unless its rows are a power of
     two up to 128 wide (others copy in more passes, each with addresses of its own). Two are 0 to 7 % slower than four
     on an H200, one 2 to 12 %; a wide backward that splits its scores among four warps spills with two.
-    float32 has more instructions in a step: two, and fewer spills.
+    float32 has more instructions in a step, and up to 12 bytes were spilled with more than these.
     """
     if any(item.dtype in (FP32, TF32) for item in kernel.buffers):
-        return 2
+        return 4 if kernel.name == "attention_forward" and max(sizes["head_dim"], sizes["head_dim_v"]) <= 128 else 1
     wide = max(sizes["head_dim"], sizes["head_dim_v"]) if kernel.name == "attention_backward" else 0
     if wide > 128 and layouts["s"] == (2, 2):
         return 1
