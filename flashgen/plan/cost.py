@@ -296,16 +296,17 @@ def split_registers(kernel: Kernel, sizes: Sizes, layouts: Layouts) -> int:
     One part of a register operand lies where that lay.
     """
     found = [0]
+    beside = SPLIT_REGISTERS + (2 * RANDOM_REGISTERS if draws(kernel) else 0)
     for stmt, _ in _looped(kernel):
         parts = {FP32: 2, TF32: 1}.get(kernel.buffer(stmt.a).dtype) if isinstance(stmt, Gemm) else None
         if parts is None:
             continue
-        found.append(SPLIT_REGISTERS)
+        found.append(beside)
         if stmt.accumulate:
             along, across = layouts[stmt.acc]
             elements = _elements(kernel.buffer(stmt.a), sizes) // along // 32
             in_place = kernel.space(stmt.a) is Space.REGISTER and across == 1
-            found.append(SPLIT_REGISTERS + elements * (parts - in_place))
+            found.append(beside + elements * (parts - in_place))
     return max(found)
 
 

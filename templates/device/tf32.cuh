@@ -26,10 +26,10 @@ struct Tf32Part {
   }
 };
 
-// x = high + low up to 2^-21 of x. High is rounded by its bits; of those of low the tensor cores ignore what TF32 lacks. A
-// NaN, whose bits may overflow, is one in low.
+// x = high + low up to 2^-21 of x: what TF32 lacks of x is cut off, and of low the tensor cores ignore it. Sums of products
+// are then off by 2^-22, as sums in float32 are; with high rounded by less, but the compiler spills.
 __device__ __forceinline__ void split(float x, uint32& high, uint32& low, fp32) {
-  high = (__float_as_uint(x) + 0x1000) & 0xffffe000;
+  high = __float_as_uint(x) & 0xffffe000;
   low = __float_as_uint(x - __uint_as_float(high));
 }
 // The nearest TF32, ties away from zero, as the bits of a float32.
