@@ -106,9 +106,8 @@ def forward_arch(spec: Spec, arch: Arch) -> Arch:
 
 @cache
 def _forward_plan(spec: Spec, arch: Arch) -> Plan:
-    return planner.plan(
-        forward_nest.forward(spec), spec, arch, may_spill=bool(spec.mask or spec.score) and not arch.portable
-    )
+    may_spill = bool(spec.mask or spec.score) or spec.dtype.bytes == 4
+    return planner.plan(forward_nest.forward(spec), spec, arch, may_spill=may_spill and not arch.portable)
 
 
 @cache
