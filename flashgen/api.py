@@ -142,7 +142,8 @@ def attention(
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
     v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16, float16 or float32, on the CPU
-    float64 too; torch (CUDA or CPU), CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
+    float64 too; torch (CUDA or CPU), CuPy or NumPy. causal: bottom-right aligned, or "top-left".
+    scale: 1/sqrt(head_dim) where None.
     window, softcap, mask_mod, score_mod and precision as `compile` takes them; mask_aux, score_aux, sinks, dropout and
     block_mask as a kernel.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32

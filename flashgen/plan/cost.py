@@ -40,6 +40,7 @@ OTHER_OVERHEAD_REGISTERS = 40
 ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
 SPLIT_REGISTERS = 24  # more where operands are of float32, split into parts of TF32: those in flight
+PARTS = {FP32: 2, TF32: 1}  # of TF32, of an operand
 RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and as many beside a score function
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
 # with the warps, since the barrier waits for the slowest (fitted on an H200: two blocks of 4 warps beat one of 8).
@@ -295,18 +296,17 @@ def split_registers(kernel: Kernel, sizes: Sizes, layouts: Layouts) -> int:
 
     One part of a register operand lies where that lay.
     """
-    found = [0]
     beside = SPLIT_REGISTERS + (2 * RANDOM_REGISTERS if draws(kernel) else 0)
+    found = [0]
     for stmt, _ in _looped(kernel):
-        parts = {FP32: 2, TF32: 1}.get(kernel.buffer(stmt.a).dtype) if isinstance(stmt, Gemm) else None
-        if parts is None:
-            continue
-        found.append(beside)
-        if stmt.accumulate:
-            along, across = layouts[stmt.acc]
-            elements = _elements(kernel.buffer(stmt.a), sizes) // along // 32
-            in_place = kernel.space(stmt.a) is Space.REGISTER and across == 1
-            found.append(beside + elements * (parts - in_place))
+        if isinstance(stmt, Gemm) and kernel.buffer(stmt.a).dtype in PARTS:
+            kept = 0
+            if stmt.accumulate:
+                along, across = layouts[stmt.acc]
+                in_place = kernel.space(stmt.a) is Space.REGISTER and across == 1
+                kept = PARTS[kernel.buffer(stmt.a).dtype] - in_place
+                kept *= _elements(kernel.buffer(stmt.a), sizes) // along // 32
+            found.append(beside + kept)
     return max(found)
 
 

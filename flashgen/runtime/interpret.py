@@ -110,7 +110,9 @@ def _read(stages: tuple[Stages, ...], library: Library, given: dict[str, Any]) -
     """What mask and score functions read, and lists of blocks."""
     items = dict.fromkeys(item for each in stages for item in each.tile.buffers if item.by_element)
     return {
-        item.name: library.to_numpy(given[item.name], "int32" if item.dtype == I32 else _kept(library, given[item.name]))
+        item.name: library.to_numpy(
+            given[item.name], "int32" if item.dtype == I32 else _kept(library, given[item.name])
+        )
         for item in items
         if item.name in given  # others are what one kernel leaves for another
     }

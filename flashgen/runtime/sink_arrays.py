@@ -23,7 +23,9 @@ def dtype(spec: Spec, sinks: Any) -> DType | None:
     for known in (F32, spec.dtype):
         if known.in_memory == found:
             return known
-    raise ValueError(f"sinks is {found} but this kernel takes float32 or {spec.dtype.in_memory}; cast it to one of them")
+    raise ValueError(
+        f"sinks is {found} but this kernel takes float32 or {spec.dtype.in_memory}; cast it to one of them"
+    )
 
 
 def check(problem: Problem, library: Library, arrays: Mapping[str, Any]) -> None:

@@ -76,7 +76,8 @@ def test_the_default_is_as_good_as_float32():
 
 def test_finite_differences_in_float64():
     """What float32 could not tell: the derivative of everything at once, by torch's gradcheck."""
-    q, k, v, _ = (x.requires_grad_() for x in support.random_inputs(1, 5, 6, 2, 1, 8, dtype=torch.float64, device="cpu"))
+    arrays = support.random_inputs(1, 5, 6, 2, 1, 8, dtype=torch.float64, device="cpu")
+    q, k, v, _ = (x.requires_grad_() for x in arrays)
     sinks = torch.tensor([0.3, -1.0], dtype=torch.float64, requires_grad=True)
 
     def attend(q, k, v, sinks):
@@ -107,7 +108,8 @@ def test_arrays_of_functions_and_lists_in_float64():
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-6), (torch.float64, 1e-13)], ids=str)
 def test_packed_sequences(dtype, bound):
     lengths = torch.tensor([0, 11, 11, 37], dtype=torch.int32)
-    q, k, v, do = (x[0].to(dtype) for x in support.random_inputs(1, 37, 37, 2, 1, 16, dtype=torch.float64, device="cpu"))
+    arrays = support.random_inputs(1, 37, 37, 2, 1, 16, dtype=torch.float64, device="cpu")
+    q, k, v, do = (x[0].to(dtype) for x in arrays)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o, lse = flashgen.varlen_attention(*leaves, lengths, lengths, causal=True, return_lse=True)
     assert o.dtype == lse.dtype == dtype
@@ -124,7 +126,8 @@ def test_numpy_and_rows_without_keys():
     o, lse = flashgen.attention(q, k[:, :20], v[:, :20], causal=True, return_lse=True)
     assert o.dtype == lse.dtype == np.float32
     assert (o[:, :17] == 0).all() and (lse[:, :, :17] == -np.inf).all()
-    o, lse = flashgen.attention(*(x.astype(np.float64) for x in (q, k[:, :20], v[:, :20])), causal=True, return_lse=True)
+    wide = [x.astype(np.float64) for x in (q, k[:, :20], v[:, :20])]
+    o, lse = flashgen.attention(*wide, causal=True, return_lse=True)
     assert o.dtype == lse.dtype == np.float64
     assert (o[:, :17] == 0).all() and (lse[:, :, :17] == -np.inf).all()
 

@@ -1,7 +1,6 @@
 """float32 on the GPU, forward and backward, against dense float64 attention: as exact as float32, or as TF32.
 
-Errors are measured in units of the largest number that should be there, of 1 at least. Tiles, masks and everything else are those of
-the sm80 family, so that "sm_90a" is asked for where the fallback itself is the matter.
+Errors are measured in units of the largest number that should be there, of 1 at least.
 """
 
 import logging
