@@ -43,7 +43,7 @@ def errors(result, arrays, kernel):
     return found
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-6), (torch.float64, 1e-13)], ids=str)
 def test_as_exact_as_the_type(dtype, bound, options):
     kernel = flashgen.compile(24, head_dim_v=16, dtype=dtype, **{"causal": False} | options)
