@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from flashgen.ir.dtype import F64
 from flashgen.plan.arch import Arch, check_real, for_capability, portable_record
 from flashgen.runtime import auxiliary, dropping, launch, sink_arrays, workspaces
 from flashgen.runtime.arguments import (
@@ -92,7 +91,7 @@ class Runner:
         if options.block_mask is not None:
             arrays = arrays | options.block_mask.lists(call)
         o = library.empty(call.o_shape, q)
-        lse = library.empty(call.lse_shape, q, float32=self.spec.dtype != F64)
+        lse = library.empty(call.lse_shape, q, float32=self.spec.dtype.bytes < 8)
         if call.launches is None:
             from flashgen.runtime import interpret
 
@@ -119,7 +118,7 @@ class Runner:
         for name in "qkv":
             arrays[f"d{name}"] = library.empty(tuple(arrays[name].shape), q)
         if sinks is not None:
-            arrays["dsinks"] = library.empty(tuple(sinks.shape), q, float32=self.spec.dtype != F64)
+            arrays["dsinks"] = library.empty(tuple(sinks.shape), q, float32=self.spec.dtype.bytes < 8)
         if call.launches is None:
             from flashgen.runtime import interpret
 
