@@ -45,13 +45,14 @@ def compile(
     sinks: bool = False,
     dropout: bool = False,
     shared_kv: bool = False,
+    precision: str | None = None,
 ) -> Kernel:
     """A kernel for one kind of attention; sizes of batch, heads and sequences stay free.
 
     head_dim, head_dim_v: multiples of 8 from 8 to 576 and to 512; head_dim_v is head_dim where None. Where one is over
         256 there is a forward alone, and a call with inputs that require gradients is refused.
     causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q; "top-left": up to i.
-    dtype: "bfloat16", "float16", or the torch or NumPy dtype.
+    dtype: "bfloat16", "float16", "float32", or the torch or NumPy dtype; "float64" on the interpreter alone.
     layout: "bshd" (batch, seqlen, heads, head_dim) or "bhsd".
     arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a" (Hopper's own instructions) or "sm_120"; None is the
         current GPU's own, or sm_80 without a GPU.
@@ -78,6 +79,8 @@ def compile(
         kernel(q, k, v, dropout_p=p, dropout_seed=seed, dropout_offset=0). The LSE is that without dropout.
     shared_kv: values are the first head_dim_v columns of the keys, as in MLA (head_dim=576, head_dim_v=512). They are
         loaded once, and the kernel is called without them: kernel(q, k). A forward alone.
+    precision: of products of float32. "3xtf32" (None): three of TF32 for each, as good as float32; "tf32": one, which
+        rounds the operands to 10 bits, at a third of the time. On sm_90a float32 takes the kernels of sm_90.
 
     Nothing is compiled by NVRTC before the first launch, or before `report` is read.
     Raises ValueError or TypeError for arguments that are not supported.
@@ -99,7 +102,7 @@ def compile(
     def traced(mask_dtypes: DTypes | None, score_dtypes: DTypes | None) -> Spec:
         options = (window, softcap, mask_mod, score_mod, mask_dtypes, score_dtypes, bias, alibi)
         bottom_right, mask, score = variants.functions(causal, *options)
-        same = (head_dim, width, parse_dtype(dtype), bottom_right, deterministic)
+        same = (head_dim, width, parse_dtype(dtype, precision), bottom_right, deterministic)
         more: dict[str, Any] = {"sinks": F32 if sinks else None, "dropout": dropout, "shared_kv": shared_kv}
         return Spec(*same, mask=mask, score=score, varlen=varlen, **more)
 
@@ -149,18 +152,21 @@ def attention(
     block_mask: BlockMask | None = None,
     seqused_k: Any = None,
     check: bool = False,
+    precision: str | None = None,
 ) -> Any:
     """softmax(scale * q k^T) v, exactly, in O(seqlen) memory; compiled at first use, differentiable with torch.
 
     q: (batch, seqlen_q, heads, head_dim) for layout "bshd"; k: (batch, seqlen_k, heads_kv, head_dim);
-    v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16 or float16; torch (CUDA or CPU),
-    CuPy or NumPy. causal: bottom-right aligned, or "top-left". scale: 1/sqrt(head_dim) where None.
-    window, softcap, mask_mod and score_mod as `compile` takes them; mask_aux, score_aux, bias, alibi_slopes, sinks,
-    dropout, block_mask, seqused_k and check as a kernel does.
+    v: (batch, seqlen_k, heads_kv, head_dim_v), heads a multiple of heads_kv. bfloat16, float16 or float32, on the CPU
+    float64 too; torch (CUDA or CPU), CuPy or NumPy. causal: bottom-right aligned, or "top-left".
+    scale: 1/sqrt(head_dim) where None.
+    window, softcap, mask_mod, score_mod and precision as `compile` takes them; mask_aux, score_aux, bias, alibi_slopes,
+    sinks, dropout, block_mask, seqused_k and check as a kernel does.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
-    (batch, heads, seqlen_q). Raises ValueError or TypeError before anything is compiled.
+    (batch, heads, seqlen_q), of float64 float64. Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
+    options["precision"] = precision
     arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks, "block_mask": block_mask}
     arrays |= {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "check": check}
     if parse(dropout_p, dropout_seed, dropout_offset) is not None:
@@ -217,6 +223,7 @@ def varlen_attention(
     dropout_offset: int = 0,
     block_mask: None = None,
     check: bool = False,
+    precision: str | None = None,
 ) -> Any:
     """`attention` of each of many sequences, packed one behind the other; differentiable with torch.
 
@@ -239,6 +246,7 @@ def varlen_attention(
     Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
+    options["precision"] = precision
     arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "seqused_k": seqused_k, "sinks": sinks}
     arrays |= {"block_mask": block_mask, "check": check}
     drop = {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}

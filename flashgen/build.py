@@ -56,7 +56,7 @@ class Stages:
 
 def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
     """The record to plan a kernel for: the portable one where the chip's family lacks it, or cannot copy the rows."""
-    has = kernel in ("attention_forward", *sm90_backward.KERNELS)
+    has = kernel in ("attention_forward", *sm90_backward.KERNELS) and spec.dtype.bytes == 2
     own = arch.family == "sm80" or (has and spec.aligned)
     return arch if own else portable_record(arch)
 
@@ -95,6 +95,8 @@ def for_sizes(spec: Spec, arch: Arch, seqlen_q: int, seqlen_k: int, group: int) 
 def forward_arch(spec: Spec, arch: Arch) -> Arch:
     """The record to plan the forward for: the portable one where functions, or random numbers, leave no tile room."""
     own = arch_for("attention_forward", spec, arch)
+    if spec.dtype.bytes == 4 and own.family != arch.family:
+        log.info("%s: float32 is multiplied by mma.sync; the %s kernels run", spec, own.name)
     if (spec.mask or spec.score or spec.dropout) and own.portable:
         try:
             _forward_plan(spec.forward(), own)
@@ -106,9 +108,8 @@ def forward_arch(spec: Spec, arch: Arch) -> Arch:
 
 @cache
 def _forward_plan(spec: Spec, arch: Arch) -> Plan:
-    return planner.plan(
-        forward_nest.forward(spec), spec, arch, may_spill=bool(spec.mask or spec.score) and not arch.portable
-    )
+    may_spill = bool(spec.mask or spec.score) or spec.dtype.bytes == 4
+    return planner.plan(forward_nest.forward(spec), spec, arch, may_spill=may_spill and not arch.portable)
 
 
 @cache
@@ -133,14 +134,14 @@ def backward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
 def backward_plans(spec: Spec, arch: Arch) -> tuple[Spec, Plan, Plan | None]:
     """What the backward is made for, the plan of its main kernel, and that of dQ's kernel where there is one.
 
-    The derivative of a score function may take a tile too many, what functions load from arrays, or random numbers:
+    The derivative of a score function may take a tile too many, float32, what functions load, or random numbers:
     then dQ has its own kernel; where no tile fits even so, the portable kernels are taken, and of these in the end
     those that are estimated to spill least: no function is refused.
     """
     spec.check_differentiable()
     arch = arch_for("attention_backward", spec, arch)
     ways = [(spec, arch)]
-    takes_more = spec.score is not None or spec.mask is not None or spec.dropout
+    takes_more = spec.score is not None or spec.mask is not None or spec.dropout or spec.dtype.bytes == 4
     if takes_more:
         apart = replace(spec, deterministic=True)
         ways += [(apart, arch)]

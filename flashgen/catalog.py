@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen import build, masks, scores, variants
-from flashgen.ir.dtype import BF16, F16
+from flashgen.ir.dtype import BF16, F16, FP32
 from flashgen.plan.arch import ARCHES
 from flashgen.spec import Spec
 
@@ -31,6 +31,7 @@ SPECS = (
     Spec(256, 256, BF16, causal=True),
     Spec(64, 64, F16, causal=True),
     Spec(128, 128, F16, causal=True),
+    Spec(64, 64, FP32, causal=True),  # three products of TF32 for each
     Spec(40, 40, BF16, causal=False),  # padded to 48 inside the kernel
     Spec(192, 128, BF16, causal=True),  # values narrower than keys
     Spec(128, 128, BF16, causal=True, deterministic=True),

@@ -16,7 +16,7 @@ from flashgen.runtime import auxiliary, dropping, launch, sink_arrays, workspace
 from flashgen.runtime.arguments import check_sizes, values_of
 from flashgen.runtime.arrays import library_of
 from flashgen.runtime.call import KernelReport
-from flashgen.spec import Spec, parse_integer
+from flashgen.spec import Spec, check_kernels, interpreted, parse_integer
 
 if TYPE_CHECKING:  # the compiler is imported when there is something to compile: it is most of the import time
     from flashgen import build
@@ -105,7 +105,7 @@ class Kernel(Runner):
     def _stages(self) -> dict[str, build.Stages]:
         from flashgen import build
 
-        return build.everything(self.spec, self.arch)
+        return build.everything(interpreted(self.spec), self.arch)
 
     @property
     def plan(self) -> Mapping[str, Plan]:
@@ -124,17 +124,19 @@ class Kernel(Runner):
 
     @property
     def source(self) -> Mapping[str, str]:
-        """The CUDA text of each kernel, by name. Raises ValueError for the made-up chip "toy"."""
+        """The CUDA text of each kernel, by name. Raises ValueError for the made-up chip "toy", and for float64."""
         check_real(self.arch)
+        check_kernels(self.spec)
         return {name: stages.source.text for name, stages in self._stages.items()}
 
     @property
     def report(self) -> Mapping[str, KernelReport]:
         """Registers, spills, shared memory and compile seconds of each kernel, by name; compiles with NVRTC.
 
-        Raises ValueError for the made-up chip "toy".
+        Raises ValueError for the made-up chip "toy", and for float64.
         """
         check_real(self.arch)
+        check_kernels(self.spec)
         stages = ("forward", "backward") if self.spec.differentiable else ("forward",)
         every = [program for stage in stages for program in programs(stage, self.spec, self.arch)]
         return {program.name: KernelReport.of(program) for program in every}
@@ -168,6 +170,7 @@ class Kernel(Runner):
         given["heads_kv"] = heads if heads_kv is None else heads_kv
         sizes = {name: parse_integer(name, size, "use a whole number") for name, size in given.items()}
         check_sizes(**sizes)
+        check_kernels(self.spec)
         rows = (sizes["batch"], sizes["heads"], sizes["seqlen_q"])
         shapes = workspaces.shapes(self.programs("backward", self.spec, self.arch), *rows, sizes["seqlen_q"])
         return 4 * sum(map(math.prod, (rows, *shapes.values())))

@@ -27,7 +27,7 @@ from flashgen.runtime.arguments import (
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.runtime.call import Call
 from flashgen.runtime.tensormap import through_batches
-from flashgen.spec import Spec
+from flashgen.spec import Spec, check_kernels, interpreted
 
 if TYPE_CHECKING:  # the compiler is imported when there is something to compile: it is most of the import time
     from flashgen import build
@@ -93,7 +93,7 @@ class Runner:
         if options.block_mask is not None:
             arrays = arrays | options.block_mask.lists(call)
         o = library.empty(call.o_shape, q)
-        lse = library.empty(call.lse_shape, q, float32=True)
+        lse = library.empty(call.lse_shape, q, float32=self.spec.dtype.bytes < 8)
         if call.launches is None:
             from flashgen.runtime import interpret
 
@@ -124,7 +124,7 @@ class Runner:
         for name in "qkv":
             arrays[f"d{name}"] = library.empty(tuple(arrays[name].shape), q)
         if sinks is not None:
-            arrays["dsinks"] = library.empty(tuple(sinks.shape), q, float32=True)
+            arrays["dsinks"] = library.empty(tuple(sinks.shape), q, float32=self.spec.dtype.bytes < 8)
         if call.launches is None:
             from flashgen.runtime import interpret
 
@@ -172,7 +172,8 @@ class Runner:
     def _interpreted(self, bound: Call) -> tuple[build.Stages, ...]:
         from flashgen import build
 
-        return build.forward(self.spec, self.arch) + (build.backward(self.spec, self.arch) if bound.backward else ())
+        spec = interpreted(self.spec)
+        return build.forward(spec, self.arch) + (build.backward(spec, self.arch) if bound.backward else ())
 
     def _bind(
         self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, options: Options = PLAIN
@@ -214,6 +215,8 @@ class Runner:
         scale = check_scale(scale, self.spec.head_dim)
         device = library.device(arrays["q"])
         on_gpu = choose_target(self, device)
+        if on_gpu:
+            check_kernels(self.spec)
         o_shape = self._shape(problem.batch, problem.seqlen_q, problem.heads, self.spec.head_dim_v)
         lse_shape = self._lse_shape(problem)
         call = Call(problem, scale, o_shape, lse_shape, device or 0, stage == "backward")

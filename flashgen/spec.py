@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flashgen.ir.dtype import BF16, STORAGE, DType
+from flashgen.ir.dtype import BF16, F64, FP32, PRECISIONS, STORAGE, DType
 from flashgen.ir.expr import Expr
 
 MAX_HEAD_DIM = {"head_dim": 576, "head_dim_v": 512}
@@ -45,7 +45,8 @@ class Spec:
 
     head_dim, head_dim_v: of query and key, and of value; multiples of 8 from 8 to 576 and to 512. Over 256 there is a
         forward alone.
-    dtype: storage type of q, k, v and o; accumulation is float32.
+    dtype: storage type of q, k, v and o; accumulation is float32. Of float32 it says too what products are: FP32 is
+        three of TF32, TF32 one. F64 is of the interpreter alone, which then computes all in float64.
     causal: bottom-right aligned, query i sees keys up to i + seqlen_k - seqlen_q.
     deterministic: the backward repeats bit for bit.
     aligned: rows of all inputs start on 16-byte boundaries, so that tiles are copied 16 bytes at a time.
@@ -148,11 +149,37 @@ def parse_integer(name: str, value: Any, instead: str) -> int:
     raise TypeError(f"{name} = {value!r} is not an integer; {instead}")
 
 
-def parse_dtype(dtype: Any) -> DType:
-    """A DType from "bfloat16", "float16", a torch or NumPy dtype, NumPy's class of that name, or a DType."""
+def parse_dtype(dtype: Any, precision: Any = None) -> DType:
+    """A DType from "bfloat16", "float16", "float32", "float64", a torch or NumPy dtype, NumPy's class of that name.
+
+    precision: of products of float32, "3xtf32" or "tf32"; "3xtf32" where None.
+    """
+    found = _storage(dtype)
+    if precision is None:
+        return found
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        raise ValueError(f"precision = {precision!r:.40} is not known; use '3xtf32' or 'tf32'")
+    if found != FP32:
+        raise ValueError(f"precision = {precision!r} is of dtype 'float32' alone; leave it out for {found}")
+    return PRECISIONS[precision]
+
+
+def check_kernels(spec: Spec) -> None:
+    """ValueError for a type that the interpreter alone computes with."""
+    if spec.dtype == F64:
+        raise ValueError("dtype = 'float64' has no kernels for a GPU, only the interpreter's; use 'float32' there")
+
+
+def interpreted(spec: Spec) -> Spec:
+    """The spec whose loop nests and tiles the interpreter runs."""
+    return replace(spec, dtype=FP32) if spec.dtype == F64 else spec
+
+
+def _storage(dtype: Any) -> DType:
     name = dtype.__name__ if isinstance(dtype, type) else str(getattr(dtype, "name", dtype)).removeprefix("torch.")
     if name in STORAGE:
         return STORAGE[name]
     raise ValueError(
-        f"dtype = {dtype!r} is not supported; use 'bfloat16' or 'float16', or a torch or NumPy dtype of these"
+        f"dtype = {dtype!r} is not supported; use 'bfloat16', 'float16', 'float32' or on the interpreter 'float64', or "
+        "a torch or NumPy dtype of these"
     )

@@ -12,7 +12,7 @@ from flashgen.runner import Options
 from flashgen.runtime import sequences, workspaces
 from flashgen.runtime.arguments import check_sizes, values_of
 from flashgen.runtime.arrays import Library
-from flashgen.spec import parse_integer
+from flashgen.spec import check_kernels, parse_integer
 
 # The most queries a sequence for which the length of the longest says something about the tiles: rows of a tile.
 FEW = 128
@@ -35,6 +35,7 @@ class VarlenKernel(Kernel):
         given = {"batch": batch, "total_q": total_q, "heads": heads}
         sizes = {name: parse_integer(name, size, "use a whole number") for name, size in given.items()}
         check_sizes(sizes["batch"], sizes["total_q"], 0, sizes["heads"], 1)
+        check_kernels(self.spec)
         made = self.programs("backward", self.spec, self.arch)
         block_q = made[1].stages.plan.sizes["block_q"]
         rows = (sizes["total_q"] // block_q + sizes["batch"]) * block_q

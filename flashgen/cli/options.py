@@ -16,7 +16,7 @@ from flashgen.build import Stages
 from flashgen.ir.dtype import F32
 from flashgen.plan.arch import ARCHES, Arch, parse_arch, with_shared_memory
 from flashgen.plan.planner import PlanError
-from flashgen.spec import LENGTHS, Function, Spec, parse_dtype
+from flashgen.spec import LENGTHS, Function, Spec, check_kernels, parse_dtype
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 FUNCTIONS = tuple(inspect.signature(variants.functions).parameters)
@@ -50,7 +50,8 @@ def problem(kernel_default: str) -> Callable[[Callable], Callable]:
         click.option("--softcap", type=float, help="Scores become softcap * tanh(score / softcap)."),
         click.option("--sinks", is_flag=True, help="Each head has a logit that takes part in the denominators alone."),
         click.option("--dropout", is_flag=True, help="A part of the probabilities is dropped, which each call says."),
-        click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16 or float16."),
+        click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float16 or float32."),
+        click.option("--precision", help="Of products of float32: 3xtf32 (as good as float32) or tf32."),
         click.option("--deterministic", is_flag=True, help="A backward that repeats bit for bit."),
         click.option("--used", is_flag=True, help="Of the keys of each batch only the first seqused_k[b] are used."),
         click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one behind the other."),
@@ -87,6 +88,7 @@ def parse_problem(
     sinks: bool,
     dropout: bool,
     dtype: str,
+    precision: str | None,
     deterministic: bool,
     used: bool,
     varlen: bool,
@@ -104,10 +106,11 @@ def parse_problem(
     if file is not None and given:
         raise ValueError(f"{', '.join(given)} cannot be given beside {file}, whose `options` say all; change it there")
     causal, mask, score = variants.functions(**{"causal": False} | given) if file is None else functions_of(file)
-    same = (head_dim, width, parse_dtype(dtype), causal, deterministic)
+    same = (head_dim, width, parse_dtype(dtype, precision), causal, deterministic)
     more: dict[str, Any] = {"mask": mask, "score": score, "varlen": varlen, "used": used, "dropout": dropout}
     more["shared_kv"] = shared_kv
     spec = Spec(*same, packed=packed, length=length or "", sinks=F32 if sinks else None, **more)
+    check_kernels(spec)
     chip = parse_arch(arch)
     return spec, chip if sram is None else with_shared_memory(chip, sram)
 

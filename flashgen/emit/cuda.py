@@ -9,7 +9,7 @@ from flashgen.emit.env import environment, header
 from flashgen.emit.source import Source
 from flashgen.emit.view import Fields, Names, camel, statement
 from flashgen.emit.wgmma import products
-from flashgen.ir.dtype import DType
+from flashgen.ir.dtype import OPERANDS, DType
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Note, Space, Stmt, name_of
 from flashgen.ir.visit import Body, statements
 from flashgen.machine import base
@@ -24,7 +24,7 @@ STRUCTURE = {For: "for_loop", If: "if_block", Let: "let", Note: "only_note"}
 def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
     """The CUDA of one kernel. The text depends on its arguments alone: no time, no path, no order of a set."""
     names = Names(kernel, plan)
-    headers = _headers(kernel, plan)
+    headers = _headers(kernel, plan, spec)
     render = partial(
         environment().get_template("kernel.cu.jinja").render,
         kernel=kernel,
@@ -49,10 +49,11 @@ def cuda(kernel: Kernel, plan: Plan, spec: Spec) -> Source:
     return Source(kernel.name, indent(text), tuple((f"flashgen/{name}.cuh", header(f"{name}.cuh")) for name in headers))
 
 
-def _headers(kernel: Kernel, plan: Plan) -> tuple[str, ...]:
+def _headers(kernel: Kernel, plan: Plan, spec: Spec) -> tuple[str, ...]:
     """What the text includes: a cubin is cached by all of it, so that what few kernels need is apart."""
     by_element = any(isinstance(stmt, base.StoreElements | base.AddElements) for stmt in statements(kernel.body))
-    return ("common", plan.arch.family, *(("elements",) if by_element else ()))
+    more = ("elements",) * by_element + ("tf32",) * (spec.dtype.bytes != 2)
+    return ("common", plan.arch.family, *more)
 
 
 def _words(text: str) -> set[str]:
@@ -92,11 +93,12 @@ def _grid(kernel: Kernel, names: Names) -> list[Fields]:
 
 def _constants(kernel: Kernel, plan: Plan, spec: Spec) -> list[Fields]:
     """Every number that the kernel may use, once."""
+    step = 32 // spec.dtype.bytes
     numbers = [
         ("THREADS", plan.computing_threads, f"{plan.computing_warps} warps"),
         ("MIN_BLOCKS", plan.min_blocks, "blocks a multiprocessor"),
         ("PRODUCER_THREADS", 32 * plan.producer_warps, "of which one loads"),
-        ("UNROLLED_DEPTH", plan.unrolled_depth, "steps of 16 in depth, of products from shared memory"),
+        ("UNROLLED_DEPTH", plan.unrolled_depth, f"steps of {step} in depth, of products from shared memory"),
     ]
     numbers += [(name.upper(), size, "") for name, size in plan.dims]
     true = {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v}
@@ -135,14 +137,15 @@ def _tensor_type(buffer: Buffer, by_map: set[str], written: set[str]) -> str:
 
 
 def _element(dtype: DType) -> str:
-    return "element" if dtype.bytes == 2 else dtype.cuda
+    return "element" if dtype in OPERANDS else dtype.cuda
 
 
 def _shared(kernel: Kernel, plan: Plan) -> list[Fields]:
     result: list[Fields] = []
     for place in plan.shared:
         buffer = kernel.buffer(place.buffer)
-        tile = len(buffer.shape) == 2 and buffer.dtype.bytes == 2
+        tile = len(buffer.shape) == 2 and buffer.dtype in OPERANDS
+        size = buffer.dtype.bytes
         result.append(
             {
                 "name": buffer.name,
@@ -151,7 +154,7 @@ def _shared(kernel: Kernel, plan: Plan) -> list[Fields]:
                 "is_panels": place.swizzled,
                 "element": buffer.dtype.cuda,
                 "shape": ", ".join(dim.upper() for dim in buffer.shape),
-                "row_bytes": place.row_bytes,
+                "layout": place.row_bytes if size == 2 else f"{place.row_bytes}, {size}",
                 "offset": place.offset,
                 "constant": f"{buffer.name.upper()}_OFFSET",
             }

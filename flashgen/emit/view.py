@@ -7,6 +7,7 @@ from functools import cached_property
 
 from flashgen.attention.lengths import batch_rows
 from flashgen.emit.cexpr import c_text, no_element
+from flashgen.ir.dtype import OPERANDS
 from flashgen.ir.expr import (
     Binary,
     Cast,
@@ -108,8 +109,8 @@ class Names:
         return next(found, sm90.PANEL) // sm90.PANEL
 
     def is_tile(self, buffer: Buffer) -> bool:
-        """True for rows of 16-bit elements, an operand of products."""
-        return len(buffer.shape) == 2 and buffer.dtype.bytes == 2
+        """True for rows of elements of a type that products take."""
+        return len(buffer.shape) == 2 and buffer.dtype in OPERANDS
 
     def in_panels(self, buffer: Buffer) -> bool:
         """True for a shared tile as TMA moves it."""
@@ -273,10 +274,14 @@ def _product(stmt: MmaSync, names: Names) -> Fields:
     """The device function of a matrix product and its template arguments."""
     flag = {True: "true", False: "false"}
     acc, b = names.fragments[stmt.acc], camel(stmt.b.buffer)
+    kind, suffix = "multiply", ""
+    if names.kernel.buffer(stmt.b.buffer).dtype.bytes == 4:  # sums that go on from step to step are added otherwise
+        kind, suffix = "add" if stmt.accumulate else "multiply", "_tf32"
     if isinstance(stmt.a, Tile):
         a = f"{camel(stmt.a.buffer)}, {flag[stmt.transpose_a]}"
-        return {"product": "multiply_shared", "types": f"UNROLLED_DEPTH, {acc}, {a}, {b}, {flag[stmt.transpose_b]}"}
-    return {"product": "multiply_packed", "types": f"{acc}, {b}, {flag[stmt.transpose_b]}"}
+        types = f"UNROLLED_DEPTH, {acc}, {a}, {b}, {flag[stmt.transpose_b]}"
+        return {"product": f"{kind}_shared{suffix}", "types": types}
+    return {"product": f"{kind}_packed{suffix}", "types": f"{acc}, {b}, {flag[stmt.transpose_b]}"}
 
 
 def width(stmt: sm90.Wgmma, names: Names) -> int:

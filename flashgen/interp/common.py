@@ -1,17 +1,20 @@
 """What the interpreters share: rounding to storage types, vectorised expressions, and the errors that they report.
 
 Numbers are as on the GPU: every floating-point value is float32, integers stay integers until they meet a float.
+`in_float64` makes it float64 instead, for a run that says what rounding costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import numpy as np
 
 from flashgen.interp import philox
-from flashgen.ir.dtype import BF16, F16, F32, DType
+from flashgen.ir.dtype import BF16, F16, I32, DType
 from flashgen.ir.expr import (
     COMPARE,
     Binary,
@@ -32,6 +35,24 @@ from flashgen.ir.expr import (
 Value = Any  # a Python or NumPy scalar, or an array that broadcasts with the others of its expression
 
 
+_REAL: ContextVar[type[np.floating]] = ContextVar("real", default=np.float32)
+
+
+def real() -> type[np.floating]:
+    """The type of every floating-point value: float32, or float64 within `in_float64`."""
+    return _REAL.get()
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Kernels of FP32 that are run here compute in float64, from float64 arrays to float64 arrays."""
+    token = _REAL.set(np.float64)
+    try:
+        yield
+    finally:
+        _REAL.reset(token)
+
+
 class Hazard(RuntimeError):
     """A kernel reads or overwrites something that the hardware does not guarantee to be there, or to be free."""
 
@@ -47,7 +68,7 @@ def cdiv(x: int, y: int) -> int:
 
 def round_to(dtype: DType, x: Any) -> np.ndarray:
     """float32 values rounded to the nearest value of a storage type (ties to even), still as float32."""
-    x = np.asarray(x, np.float32)
+    x = np.asarray(x, real())
     if dtype == F16:
         with np.errstate(over="ignore", invalid="ignore"):
             return x.astype(np.float16).astype(np.float32)
@@ -98,14 +119,14 @@ class Uniform:
 
 def number(value: int | float) -> Value:
     """A run-time scalar as the kernel sees it: an int, or a float32."""
-    return int(value) if isinstance(value, int | np.integer) else np.float32(value)
+    return int(value) if isinstance(value, int | np.integer) else real()(value)
 
 
 def evaluate(expr: Expr, scope: Scope) -> Value:
     """The value of an expression; both sides of a Select are computed, as a GPU thread without branches would."""
     match expr:
         case Const(value):
-            return np.float32(value) if isinstance(value, float) else value
+            return real()(value) if isinstance(value, float) else value
         case Var(name):
             return scope.variable(name)
         case Load():
@@ -135,7 +156,7 @@ def _binary(expr: Binary, scope: Scope) -> Value:
         return INTEGER[expr.op](x, y)
     x, y = _alike(x, y)
     if expr.op == "/" and not _is_float(x):
-        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        x, y = np.asarray(x, real()), np.asarray(y, real())
     operation = ARITHMETIC[expr.op]
     if _reusable(expr.x, x, y):
         return operation(x, y, out=x)
@@ -145,7 +166,7 @@ def _binary(expr: Binary, scope: Scope) -> Value:
 def _reusable(expr: Expr, value: Value, other: Value) -> bool:
     """Whether the result may take the memory of an operand: a temporary of the result's shape that nobody else sees."""
     fresh = isinstance(expr, Unary | Binary) or (isinstance(expr, Cast) and expr.dtype.bytes == 2)
-    if not (fresh and isinstance(value, np.ndarray) and value.dtype == np.float32):
+    if not (fresh and isinstance(value, np.ndarray) and value.dtype == real()):
         return False
     return np.shape(other) == value.shape or np.broadcast_shapes(np.shape(other), value.shape) == value.shape
 
@@ -157,14 +178,12 @@ def _is_float(x: Value) -> bool:
 def _alike(x: Value, y: Value) -> tuple[Value, Value]:
     """Integers become float32 where they meet a float: NumPy alone would go to float64."""
     if _is_float(x) != _is_float(y):
-        x, y = (value if _is_float(value) else np.asarray(value, np.float32)[()] for value in (x, y))
+        x, y = (value if _is_float(value) else np.asarray(value, real())[()] for value in (x, y))
     return x, y
 
 
 def _cast(dtype: DType, x: Value) -> Value:
-    if dtype == F32 or dtype.name in (BF16.name, F16.name):
-        return round_to(dtype, x)
-    return np.asarray(x).astype(np.int64)
+    return np.asarray(x).astype(np.int64) if dtype == I32 else round_to(dtype, x)
 
 
 def _select(expr: Select, scope: Scope) -> Value:
@@ -238,7 +257,7 @@ INTEGER: dict[str, Callable[[int, int], int]] = {
 
 def _in_float(function: Callable[[Value], Value]) -> Callable[[Value], Value]:
     """A function of one float32 argument: integers are converted first."""
-    return lambda x: function(np.asarray(x, np.float32))[()]
+    return lambda x: function(np.asarray(x, real()))[()]
 
 
 UNARY: dict[str, Callable[[Value], Value]] = {
@@ -248,7 +267,7 @@ UNARY: dict[str, Callable[[Value], Value]] = {
     "log2": _in_float(np.log2),
     "exp": _in_float(np.exp),
     "tanh": _in_float(np.tanh),
-    "sigmoid": _in_float(lambda x: np.float32(1) / (np.float32(1) + np.exp(-x))),
+    "sigmoid": _in_float(lambda x: 1 / (1 + np.exp(-x))),
     "sin": _in_float(np.sin),
     "cos": _in_float(np.cos),
     "sqrt": _in_float(np.sqrt),

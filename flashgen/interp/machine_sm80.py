@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashgen.interp import tf32
 from flashgen.interp.fragments import columns_of, get, hazard, rows_of
 from flashgen.interp.machine_base import tile_share
 from flashgen.interp.warps import Block, Meaning, Warp
@@ -55,7 +56,7 @@ def _mma_sync(block: Block, warp: Warp, stmt: sm80.MmaSync) -> None:
         a = _operand(block, warp, stmt, stmt.a, rows, not stmt.transpose_a).T
     else:
         a = _register_operand(block, warp, stmt)
-    product = np.matmul(a, b)
+    product = tf32.matmul(block.buffers[stmt.b.buffer].dtype, a, b)
     if stmt.accumulate:
         product += get(warp, stmt, stmt.acc)
     warp.registers[stmt.acc] = product
@@ -78,8 +79,8 @@ def _register_operand(block: Block, warp: Warp, stmt: sm80.MmaSync) -> np.ndarra
     assert operand.warps is not None and acc.warps is not None
     if stmt.transpose_a or operand.warps[1] != 1 or operand.warps[0] != acc.warps[0]:
         raise hazard(warp, stmt, f"{stmt.a} ({operand.warps}) lies otherwise than {stmt.acc} ({acc.warps}) needs")
-    if operand.dtype.bytes != 2:
-        raise hazard(warp, stmt, f"{stmt.a} is {operand.dtype}, not packed to 16 bits")
+    if operand.dtype != block.buffers[stmt.b.buffer].dtype:
+        raise hazard(warp, stmt, f"{stmt.a} is {operand.dtype}, not of the type of {stmt.b.buffer}")
     return get(warp, stmt, stmt.a)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from flashgen.interp import tf32
 from flashgen.interp.common import (
     Hazard,
     Uniform,
@@ -22,6 +23,7 @@ from flashgen.interp.common import (
     evaluate,
     gather,
     number,
+    real,
     round_to,
     store_elements,
 )
@@ -166,7 +168,7 @@ class _Block:
         part = array[index]
         if part.shape[1:] == shape:
             return part
-        tile = np.zeros((self.lanes, *shape), np.float32)
+        tile = np.zeros((self.lanes, *shape), real())
         tile[inner] = part
         return tile
 
@@ -219,7 +221,7 @@ class _Elements:
     def whole(self, value: Value) -> np.ndarray:
         """The value of every element, in memory of its own."""
         shape = np.broadcast_shapes(np.shape(value), (1, *self.shape))
-        return np.array(np.broadcast_to(value, shape), np.float32)
+        return np.array(np.broadcast_to(value, shape), real())
 
 
 def _for(block: _Block, stmt: For) -> None:
@@ -263,7 +265,7 @@ def _fill(block: _Block, stmt: Fill) -> None:
         return
     shape = tuple(block.dims[dim] for dim in _tile_dims(block, stmt.dst))
     value = evaluate(stmt.value, _Elements(block, shape))
-    block.store(stmt, stmt.dst, np.broadcast_to(np.asarray(value, np.float32), (block.lanes, *shape)))
+    block.store(stmt, stmt.dst, np.broadcast_to(np.asarray(value, real()), (block.lanes, *shape)))
 
 
 def _tile_dims(block: _Block, window: Window) -> tuple[str, ...]:
@@ -276,7 +278,7 @@ def _tile_dims(block: _Block, window: Window) -> tuple[str, ...]:
 
 
 def _gemm(block: _Block, stmt: Gemm) -> None:
-    a, b = block.get(stmt.a), block.get(stmt.b)
+    a, b = (tf32.operand(block.buffers[name].dtype, block.get(name)) for name in (stmt.a, stmt.b))
     a = a.swapaxes(1, 2) if stmt.transpose_a else a
     b = b.swapaxes(1, 2) if stmt.transpose_b else b
     b = b[:, :, : block.dims[stmt.columns]] if stmt.columns else b

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flashgen.ir.dtype import OPERANDS
 from flashgen.ir.expr import Cast
 from flashgen.ir.nodes import (
     Copy,
@@ -33,6 +34,8 @@ def select_shared(kernel: Kernel, stmt: Stmt) -> Stmt | Body:
             return base.FillFragment(fragment, stmt.value, note=note)
         case Map(expr=Cast(x=value)) if kernel.buffer(stmt.dst).dtype.bytes == 2:
             return base.PackFragment(stmt.dst, value, note=note)
+        case Map(expr=Cast(x=value)) if kernel.buffer(stmt.dst).dtype in OPERANDS:
+            return base.MapFragment(stmt.dst, value, note=note)  # rounded, if at all, by the products
         case Map():
             return base.MapFragment(stmt.dst, stmt.expr, note=note)
         case RowReduce():

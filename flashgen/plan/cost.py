@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flashgen.attention.varlen import ROW_BLOCK
+from flashgen.ir.dtype import FP32, TF32, DType
 from flashgen.ir.expr import (
     Binary,
     Cast,
@@ -41,6 +42,8 @@ OTHER_OVERHEAD_REGISTERS = 40
 ADDRESS_REGISTERS = 24  # beside what mask and score functions load, counted on compiled kernels
 SPLIT_OVERHEAD_REGISTERS = 8  # more where four warps split the scores: each thread then copies and routes the most
 WIDE_REGISTERS = 16  # more in the forward of keys wider than 256, three times as many where functions load
+SPLIT_REGISTERS = 24  # more where operands are of float32, split into parts of TF32: those in flight
+PARTS = {FP32: 2, TF32: 1}  # of TF32, of an operand
 RANDOM_REGISTERS = 16  # more where random numbers are made, in the forward, and as many beside a score function
 PLACE_REGISTERS = 8  # more where they are made for packed sequences: where a sequence lies is found, no argument
 # Clocks of a step of four warps that nothing else of the block covers: barrier, first ldmatrix, quad shuffles. It grows
@@ -225,12 +228,12 @@ def loaded_registers(kernel: Kernel, sizes: Sizes, layout: tuple[int, int], addr
 
 def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int) -> Step:
     """The work of one step of the kernel's innermost loop."""
-    flops = repeated = shared_bytes = exponentials = elements = traffic = 0
+    flops = matrix = shared_bytes = exponentials = elements = traffic = 0
     for stmt, functions in _looped(kernel):
         if isinstance(stmt, Gemm):
             copies = _copies(stmt.acc, layouts, warps)
             flops += gemm_flops(kernel, stmt, sizes)
-            repeated += (copies - 1) * gemm_flops(kernel, stmt, sizes)
+            matrix += copies * gemm_flops(kernel, stmt, sizes) * instructions(kernel.buffer(stmt.a).dtype)
             shared_bytes += copies * gemm_shared_bytes(kernel, stmt, sizes, layouts)
         elif isinstance(stmt, Map):
             size = _elements(kernel.buffer(stmt.dst), sizes) * _copies(stmt.dst, layouts, warps)
@@ -244,7 +247,7 @@ def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int)
             traffic += 2 * _bytes(kernel.buffer(stmt.src), sizes)
     return Step(
         flops=flops,
-        matrix=(flops + repeated) / 2 / arch.matrix_rate,
+        matrix=matrix / 2 / arch.matrix_rate,
         shared=(shared_bytes + traffic) / arch.shared_bandwidth,
         special=exponentials / arch.exp_rate,
         arithmetic=elements / 64,
@@ -255,6 +258,11 @@ def step(kernel: Kernel, arch: Arch, sizes: Sizes, layouts: Layouts, warps: int)
 def _copies(tile: str, layouts: Layouts, warps: int) -> int:
     """Warps that compute each part of a tile."""
     return warps // math.prod(layouts[tile]) if tile in layouts else 1
+
+
+def instructions(dtype: DType) -> int:
+    """How many times as long as one of 16 bits a product of such operands takes: TF32 has half the rate."""
+    return {FP32: 6, TF32: 2}.get(dtype, 1)
 
 
 def gemm_flops(kernel: Kernel, stmt: Gemm, sizes: Sizes) -> int:
@@ -300,7 +308,27 @@ def registers(kernel: Kernel, sizes: Sizes, threads: int, layouts: Layouts) -> i
     overhead += loaded + min(loaded, ADDRESS_REGISTERS)
     if kernel.name == "attention_forward" and is_wide(sizes) and not divides_output(kernel, sizes):
         overhead += WIDE_REGISTERS * (3 if loaded else 1)
+    overhead += split_registers(kernel, sizes, layouts)
     return accumulator_registers(kernel, sizes, threads, layouts) + overhead
+
+
+def split_registers(kernel: Kernel, sizes: Sizes, layouts: Layouts) -> int:
+    """What products of float32 take of a thread: the parts of A, of its whole depth where sums go on from step to step.
+
+    One part of a register operand lies where that lay.
+    """
+    beside = SPLIT_REGISTERS + (2 * RANDOM_REGISTERS if draws(kernel) else 0)
+    found = [0]
+    for stmt, _ in _looped(kernel):
+        if isinstance(stmt, Gemm) and kernel.buffer(stmt.a).dtype in PARTS:
+            kept = 0
+            if stmt.accumulate:
+                along, across = layouts[stmt.acc]
+                in_place = kernel.space(stmt.a) is Space.REGISTER and across == 1
+                kept = PARTS[kernel.buffer(stmt.a).dtype] - in_place
+                kept *= _elements(kernel.buffer(stmt.a), sizes) // along // 32
+            found.append(beside + kept)
+    return max(found)
 
 
 def _registers(buffer: Buffer, sizes: Sizes, threads: int, layouts: Layouts) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from flashgen.attention.varlen import PADDING as _PADDING
 from flashgen.calculus import unguarded
+from flashgen.ir.dtype import FP32, TF32
 from flashgen.ir.expr import Const, Select, Var, text
 from flashgen.ir.nodes import Kernel, Map, Space
 from flashgen.ir.visit import statements
@@ -199,7 +200,7 @@ def make(kernel: Kernel, spec: Spec, arch: Arch, candidate: Candidate, padded: d
         shared=shared,
         registers=registers,
         min_blocks=max(1, cost.resident_blocks(arch, threads, registers, needed)),
-        vector_bytes=16 if spec.aligned else 2,
+        vector_bytes=16 if spec.aligned else spec.dtype.bytes,
         unrolled_depth=unrolled_depth(kernel, sizes, layouts),
     )
 
@@ -210,7 +211,10 @@ def unrolled_depth(kernel: Kernel, sizes: dict[str, int], layouts: dict[str, tup
     Compiled by NVRTC 13.5 for every chip, the backward spills 4 to 150 bytes with four unless its rows are a power of
     two up to 128 wide (others copy in more passes, each with addresses of its own). Two are 0 to 7 % slower than four
     on an H200, one 2 to 12 %; a wide backward that splits its scores among four warps spills with two.
+    float32 has more instructions in a step, and up to 12 bytes were spilled with more than these.
     """
+    if any(item.dtype in (FP32, TF32) for item in kernel.buffers):
+        return 4 if kernel.name == "attention_forward" and max(sizes["head_dim"], sizes["head_dim_v"]) <= 128 else 1
     wide = max(sizes["head_dim"], sizes["head_dim_v"]) if kernel.name == "attention_backward" else 0
     if wide > 128 and layouts["s"] == (2, 2):
         return 1

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from flashgen.ir.dtype import F64
 from flashgen.runtime.arrays import Library, library_of
 from flashgen.runtime.launch import MAX_BLOCKS
 from flashgen.spec import Spec
@@ -92,9 +93,9 @@ def values_of(spec: Spec, k: Any, v: Any) -> Any:
 
 def check_elements(name: str, array: Any, spec: Spec, library: Library, q: Any) -> None:
     """ValueError unless the array has the kernel's type, is where q is, and has rows without gaps."""
-    if library.dtype_name(array) != spec.dtype.name:
-        found = library.dtype_name(array)
-        raise ValueError(f"{name} is {found} but this kernel takes {spec.dtype}; cast q, k and v to one 16-bit type")
+    if library.dtype_name(array) != spec.dtype.in_memory:
+        found, taken = library.dtype_name(array), spec.dtype.in_memory
+        raise ValueError(f"{name} is {found} but this kernel takes {taken}; cast q, k and v to one type that it takes")
     if library.device(array) != library.device(q):
         raise ValueError(f"{name} is on another device than q; move q, k and v to one")
     if array.shape[-1] > 1 and 0 not in array.shape and library.strides(array)[-1] != 1:
@@ -173,7 +174,8 @@ def check_results(spec: Spec, library: Library, o_shape: tuple, lse_shape: tuple
     """ValueError unless o, lse and their gradients, where given, are like what the forward of these q, k, v gives."""
     for name in filter(arrays.__contains__, RESULTS):
         array, vector = arrays[name], name in VECTORS
-        shape, dtype = (lse_shape, "float32") if vector else (o_shape, spec.dtype.name)
+        own = spec.dtype.in_memory
+        shape, dtype = (lse_shape, own if spec.dtype == F64 else "float32") if vector else (o_shape, own)
         like = "lse" if vector else "o"
         if tuple(array.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(array.shape)}; give it that of the forward's {like}, {shape}")
@@ -212,9 +214,9 @@ def gapless(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def aligned_rows(library: Library, array: Any) -> bool:
-    """True where every row starts on a 16-byte boundary if the first does (elements of 2 bytes)."""
+    """True where every row starts on a 16-byte boundary if the first does."""
     sizes = zip(array.shape[:-1], library.strides(array)[:-1], strict=True)
-    return all(size <= 1 or stride % 8 == 0 for size, stride in sizes)
+    return all(size <= 1 or stride * array.itemsize % 16 == 0 for size, stride in sizes)
 
 
 def in_reach(row: int) -> bool:

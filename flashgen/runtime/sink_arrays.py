@@ -21,9 +21,11 @@ def dtype(spec: Spec, sinks: Any) -> DType | None:
         raise ValueError("this kernel takes sinks, a number for each head; give kernel(q, k, v, sinks=t)")
     found = library_of(sinks, "sinks").dtype_name(sinks)
     for known in (F32, spec.dtype):
-        if known.name == found:
+        if known.in_memory == found:
             return known
-    raise ValueError(f"sinks is {found} but this kernel takes float32 or {spec.dtype}; cast it to one of them")
+    raise ValueError(
+        f"sinks is {found} but this kernel takes float32 or {spec.dtype.in_memory}; cast it to one of them"
+    )
 
 
 def check(problem: Problem, library: Library, arrays: Mapping[str, Any]) -> None:

@@ -210,16 +210,16 @@ struct SharedAddress {
   __device__ __forceinline__ SharedAddress operator+(int bytes) const { return {data + bytes}; }
 };
 
-// A tile of 16-bit elements in shared memory. The bytes from row to row hold an odd number of 16-byte pieces, so that
-// eight rows read at one column lie in different banks.
-template <int ROWS_, int COLS_, int ROW_BYTES_>
+// A tile of elements in shared memory. The bytes from row to row hold an odd number of 16-byte pieces, so that eight rows
+// read at one column lie in different banks.
+template <int ROWS_, int COLS_, int ROW_BYTES_, int ELEMENT_BYTES_ = 2>
 struct SharedTile {
-  static constexpr int ROWS = ROWS_, COLS = COLS_, ROW_BYTES = ROW_BYTES_;
+  static constexpr int ROWS = ROWS_, COLS = COLS_, ROW_BYTES = ROW_BYTES_, ELEMENT_BYTES = ELEMENT_BYTES_;
   static constexpr int BYTES = ROWS * ROW_BYTES;
-  static_assert(COLS % 8 == 0 && ROW_BYTES % 32 == 16 && ROW_BYTES >= 2 * COLS, "rows of an odd number of pieces");
+  static_assert(COLS % 8 == 0 && ROW_BYTES % 32 == 16 && ROW_BYTES >= ELEMENT_BYTES * COLS, "rows of an odd number of pieces");
   template <class T>
   static __device__ __forceinline__ float at(SharedAddress tile, int row, int col) {
-    return to_float(*reinterpret_cast<const T*>(tile.data + row * ROW_BYTES + col * 2));
+    return to_float(*reinterpret_cast<const T*>(tile.data + row * ROW_BYTES + col * ELEMENT_BYTES));
   }
 };
 
@@ -356,13 +356,14 @@ __device__ __forceinline__ void store_fragment(SharedAddress tile, const uint32 
 // How the threads divide a tile into pieces of 16 bytes: LANES threads side by side on a row, the rest on other rows.
 template <class Tile, int THREADS>
 struct Pieces {
-  static constexpr int PER_ROW = Tile::COLS / 8;
+  static constexpr int ELEMENTS = 16 / Tile::ELEMENT_BYTES;
+  static constexpr int PER_ROW = Tile::COLS / ELEMENTS;
   static constexpr int LANES = PER_ROW % 16 == 0 ? 16 : PER_ROW % 8 == 0 ? 8 : PER_ROW % 4 == 0 ? 4 : 2;
   static constexpr int ROW_STEP = THREADS / LANES;
   static constexpr int ROW_PASSES = (Tile::ROWS + ROW_STEP - 1) / ROW_STEP, COL_PASSES = PER_ROW / LANES;
   static_assert(PER_ROW % LANES == 0 && THREADS % LANES == 0, "whole passes");
   static __device__ __forceinline__ int row() { return int(threadIdx.x) / LANES; }
-  static __device__ __forceinline__ int col() { return int(threadIdx.x) % LANES * 8; }
+  static __device__ __forceinline__ int col() { return int(threadIdx.x) % LANES * ELEMENTS; }
   // True for rows of the tile: with more threads than pieces the last pass is not whole.
   static __device__ __forceinline__ bool inside(int row) { return Tile::ROWS % ROW_STEP == 0 || row < Tile::ROWS; }
 };
@@ -378,10 +379,10 @@ __device__ __forceinline__ void store_tile(T* target, int row_stride, int rows_l
     if (r * Split::ROW_STEP >= left || !Split::inside(row)) continue;
 #pragma unroll
     for (int c = 0; c < Split::COL_PASSES; ++c) {
-      const int col = Split::col() + c * Split::LANES * 8;
+      const int col = Split::col() + c * Split::LANES * Split::ELEMENTS;
       if (col >= TRUE_COLS) continue;
       *reinterpret_cast<uint4*>(target + int64(row) * row_stride + col) =
-          *reinterpret_cast<const uint4*>(tile.data + row * Tile::ROW_BYTES + col * 2);
+          *reinterpret_cast<const uint4*>(tile.data + row * Tile::ROW_BYTES + col * Tile::ELEMENT_BYTES);
     }
   }
 }

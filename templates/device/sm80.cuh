@@ -18,16 +18,16 @@ __device__ __forceinline__ void copy_16_async(uint32 target, const void* source,
 template <class Tile, int TRUE_COLS, int THREADS, class T>
 __device__ __forceinline__ void copy_tile_async(SharedAddress tile, const T* source, int row_stride, int rows_left) {
   using Split = Pieces<Tile, THREADS>;
-  const uint32 target = tile.address() + Split::row() * Tile::ROW_BYTES + Split::col() * 2;
+  const uint32 target = tile.address() + Split::row() * Tile::ROW_BYTES + Split::col() * Tile::ELEMENT_BYTES;
   const T* line = source + int64(Split::row()) * row_stride + Split::col();
 #pragma unroll
   for (int r = 0; r < Split::ROW_PASSES; ++r) {
     if (Split::inside(Split::row() + r * Split::ROW_STEP)) {
 #pragma unroll
       for (int c = 0; c < Split::COL_PASSES; ++c) {
-        const bool column = TRUE_COLS == Tile::COLS || Split::col() + c * Split::LANES * 8 < TRUE_COLS;
-        copy_16_async(target + r * Split::ROW_STEP * Tile::ROW_BYTES + c * Split::LANES * 16, line + c * Split::LANES * 8,
-                      Split::row() + r * Split::ROW_STEP < rows_left && column);
+        const bool column = TRUE_COLS == Tile::COLS || Split::col() + c * Split::LANES * Split::ELEMENTS < TRUE_COLS;
+        copy_16_async(target + r * Split::ROW_STEP * Tile::ROW_BYTES + c * Split::LANES * 16,
+                      line + c * Split::LANES * Split::ELEMENTS, Split::row() + r * Split::ROW_STEP < rows_left && column);
       }
     }
     line += int64(Split::ROW_STEP) * row_stride;
@@ -41,8 +41,8 @@ __device__ __forceinline__ void copy_tile_elements(SharedAddress tile, const T* 
   for (int at = threadIdx.x; at < Tile::ROWS * Tile::COLS; at += THREADS) {
     const int row = at / Tile::COLS, col = at % Tile::COLS;
     const bool valid = row < rows_left && col < TRUE_COLS;
-    *reinterpret_cast<unsigned short*>(tile.data + row * Tile::ROW_BYTES + col * 2) =
-        valid ? source[int64(row) * row_stride + col].bits : 0;
+    *reinterpret_cast<T*>(tile.data + row * Tile::ROW_BYTES + col * Tile::ELEMENT_BYTES) =
+        valid ? source[int64(row) * row_stride + col] : T{};
   }
 }
 

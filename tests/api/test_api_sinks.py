@@ -51,7 +51,7 @@ def test_beside_functions_that_read_arrays(inputs, sinks):
     def attend(q, k, v, t):
         return kernel(q, k, v, mask_aux=(ids,), score_aux=(bias.half(),), sinks=t, return_lse=True)
 
-    of_types = kernel.resolve((ids,), (bias.half(),), sinks)[0].spec
+    of_types = kernel.resolve((ids,), (bias.half(),), sinks=sinks)[0].spec
     functions = {name: getattr(of_types, name) for name in ("causal", "mask", "score")}
     aux = {"mask_ids": ids, "score_biases": bias.half()}
     assert not denominators.failures(attend, q, k, v, do, sinks, aux=aux, **functions)
@@ -96,9 +96,9 @@ def test_no_queries_and_no_keys(sinks):
 def test_the_type_of_the_sinks_chooses_the_kernel(sinks):
     kernel = flashgen.compile(16, sinks=True)
     assert str(kernel.spec) == "d16_bf16_causal_sinks_float"
-    assert kernel.resolve(None, None, sinks)[0] is kernel
-    other = kernel.resolve(None, None, sinks.bfloat16())[0]
-    assert str(other.spec) == "d16_bf16_causal_sinks_bf16" and kernel.resolve(None, None, sinks.bfloat16())[0] is other
+    assert kernel.resolve(sinks=sinks)[0] is kernel
+    other = kernel.resolve(sinks=sinks.bfloat16())[0]
+    assert str(other.spec) == "d16_bf16_causal_sinks_bf16" and kernel.resolve(sinks=sinks.bfloat16())[0] is other
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

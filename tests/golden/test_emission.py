@@ -58,6 +58,7 @@ def test_generated_holds_nothing_else():
         f"{family}/{spec}" for family in ("sm80", "sm90") for spec in catalog.SPECS if not catalog.forward_only(spec)
     }
     specs |= {f"sm90/{spec}" for spec in catalog.SPECS}
+    specs -= {f"sm90/{spec}" for spec in catalog.SPECS if spec.dtype.bytes == 4}  # the sm80 family's alone
     there = {path.rpartition("/")[0] for path in present(GENERATED)}
     assert there == specs
 

@@ -14,6 +14,8 @@ from flashgen.interp.common import round_to
 from flashgen.runtime import dropping
 from flashgen.spec import Spec
 
+# A rounding of each storage type; of float32, whose sums are of float32 too, what these add up to.
+UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-18, "tf32": 2.0**-10}
 DROPPED = (0.25, 2**63 + 5, 2**31 + 1)  # p, seed and offset where a spec drops
 
 
@@ -125,12 +127,13 @@ def sinks_of(heads):
 
 def assert_close(arrays, expected, dtype, names=("o", "lse", "dq", "dk", "dv")):
     """Within a few roundings of the storage type of the largest value; where float64 is infinite, exactly that."""
-    unit = 2.0**-8 if dtype.name == "bfloat16" else 2.0**-11
+    unit = UNITS[dtype.name]
+    of_lse = unit if dtype.name == "tf32" else 1e-5
     for name in names:
         x, ref = arrays[name], expected[name]
         assert x.shape == ref.shape, name
         finite = np.isfinite(ref)
         np.testing.assert_array_equal(x[~finite], ref[~finite], err_msg=name)
-        bound = (3 * unit if name != "lse" else 1e-5) * (1 + np.abs(ref[finite]).max(initial=0.0))
+        bound = (3 * unit if name != "lse" else of_lse) * (1 + np.abs(ref[finite]).max(initial=0.0))
         worst = np.abs(x[finite] - ref[finite]).max(initial=0.0)
         assert worst <= bound, f"{name}: {worst} > {bound}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from attention_cases import Problem
+from attention_cases import UNITS, Problem
 
 from flashgen import lower
 from flashgen.interp import machine, tile
@@ -124,7 +124,6 @@ def assert_same(what, x, expected, dtype, slack=1):
     """
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(x[~finite], expected[~finite], err_msg=what)
-    unit = 2.0**-8 if dtype.name == "bfloat16" else 2.0**-11
-    bound = slack * unit * (0.1 + np.abs(expected[finite]).max(initial=0.0))
+    bound = slack * UNITS[dtype.name] * (0.1 + np.abs(expected[finite]).max(initial=0.0))
     worst = np.abs(x[finite] - expected[finite]).max(initial=0.0)
     assert worst <= bound, f"{what}: {worst} > {bound}"

@@ -184,7 +184,7 @@ def test_values_in_other_threads():
 def test_register_operands_must_fit_their_accumulator():
     pack = PackFragment("s_out", load("s", I, J))
     fails((*GOOD[:5], pack, MmaSync("y_acc", "s_out", Tile("x_tile"))), "lies otherwise", layout=(1, 2))
-    fails((*GOOD[:5], MmaSync("y_acc", "s", Tile("x_tile"))), "not packed to 16 bits")
+    fails((*GOOD[:5], MmaSync("y_acc", "s", Tile("x_tile"))), "s is float32, not of the type of x_tile")
 
 
 def test_unpacked_values_do_not_go_to_shared_memory():

@@ -128,7 +128,7 @@ def test_a_tile_that_no_plan_fits_is_one_sentence():
         (("--head-dim", 100), "head_dim = 100"),
         (("--head-dim", 584), "head_dim = 584"),
         (("--head-dim-v", 12), "head_dim_v = 12"),
-        (("--dtype", "float32"), "float32"),
+        (("--dtype", "int8"), "int8"),
         (("--arch", "sm_999"), "sm_999"),
         (("--kernel", "sideways"), "sideways"),
         (("--kernel", "convert_dq", "--deterministic"), "has no kernel convert_dq"),
