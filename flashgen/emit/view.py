@@ -9,6 +9,7 @@ from flashgen.attention.lengths import batch_rows
 from flashgen.emit.cexpr import c_text, no_element
 from flashgen.ir.dtype import OPERANDS
 from flashgen.ir.expr import (
+    PRECEDENCE,
     Binary,
     Cast,
     Compare,
@@ -116,8 +117,8 @@ class Names:
         """True for a shared tile as TMA moves it."""
         return buffer.space is Space.SHARED and self.plan.placement(buffer.name).swizzled
 
-    def uniform(self, expr: Expr) -> str:
-        return c_text(expr, self.variable, self._uniform_element)
+    def uniform(self, expr: Expr, parent: int = 0) -> str:
+        return c_text(expr, self.variable, self._uniform_element, parent)
 
     def _uniform_element(self, load: Load) -> str:
         """A number that is the same for all threads, from an array that is read by element."""
@@ -205,7 +206,8 @@ def statement(stmt: Stmt, names: Names, body: str) -> Fields:
     """The fields of one statement, spelled; `body` is the text of its inner statements."""
     view: Fields = {"note": stmt.note, "body": body}
     if isinstance(stmt, For):
-        view |= {"axis": stmt.axis, "start": names.uniform(stmt.start), "stop": names.uniform(stmt.stop)}
+        stop = names.uniform(stmt.stop, PRECEDENCE["+"])  # it stands behind a comparison
+        view |= {"axis": stmt.axis, "start": names.uniform(stmt.start), "stop": stop}
         return view | {"stays_rolled": any(isinstance(inner, sm90.TmaLoad) for inner in stmt.body)}
     if isinstance(stmt, If):
         return view | {"condition": names.uniform(stmt.condition)}

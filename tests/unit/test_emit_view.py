@@ -6,7 +6,7 @@ from emitted_kernels import BACKWARD, FORWARD
 
 from flashgen.emit.view import Names, camel, statement
 from flashgen.ir.expr import NEG_INF, Const, I, J, Var, load, select
-from flashgen.ir.nodes import Tile, Window
+from flashgen.ir.nodes import For, Tile, Window
 from flashgen.ir.visit import statements
 from flashgen.machine.base import MapFragment, PackFragment
 from flashgen.machine.sm80 import CopyTileAsync, MmaSync
@@ -22,6 +22,14 @@ def test_dimensions_arguments_and_locals():
         NAMES_OF.uniform(Var("kv_block") * Var("block_kv") < Var("seqlen_k")) == "kv_block * BLOCK_KV < args.seqlen_k"
     )
     assert camel("q_tile") == "QTile" and camel("s") == "S"
+
+
+def test_a_choice_of_ends_of_a_loop_is_one_operand_of_its_comparison():
+    """`step < a < b ? c : 0` would compare a truth value with b, and end nowhere."""
+    chosen = For("step", Const(0), select(Var("kv_block") < 3, Var("seqlen_q"), Const(0)), ())
+    assert statement(chosen, NAMES_OF, "")["stop"] == "(kv_block < 3 ? args.seqlen_q : 0)"
+    summed = replace(chosen, stop=Var("kv_block") + Var("seqlen_q"))
+    assert statement(summed, NAMES_OF, "")["stop"] == "kv_block + args.seqlen_q"
 
 
 def test_places():
