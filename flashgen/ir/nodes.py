@@ -58,7 +58,8 @@ class Buffer:
     `stages`: how many copies of a shared buffer are in flight. `warps`: how the rows and columns of a register
     tile are divided among the warps (rows, columns), from `first_warp` on. `layout_of`: of a global accumulator, the
     register tile that is added to it, in whose order it is kept. `by_element`: a global array of any rank and strides,
-    which expressions load element by element.
+    which expressions load element by element. `by_column`: a register vector with a number for each column of a tile,
+    of which every lane of a warp holds a part, and not for each row.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Buffer:
     first_warp: int = 0
     layout_of: str = ""
     by_element: bool = False
+    by_column: bool = False
 
 
 @dataclass(frozen=True)

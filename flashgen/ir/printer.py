@@ -52,6 +52,8 @@ def _buffer(buffer: Buffer) -> str:
     if buffer.warps:
         start = f" from {buffer.first_warp}" if buffer.first_warp else ""
         parts.append(f"warps={buffer.warps[0]}x{buffer.warps[1]}{start}")
+    if buffer.by_column:
+        parts.append("by column")
     if buffer.layout_of:
         parts.append(f"order={buffer.layout_of}")
     return " ".join(parts)

@@ -19,6 +19,7 @@ from flashgen.lower.sm90 import (
     roles,
     select,
     stages,
+    vectors,
     waits,
 )
 from flashgen.machine.verify import machine as verify_machine
@@ -66,6 +67,7 @@ SM90_PASSES: tuple[Pass, ...] = (
     persist.settle_lengths,
     descriptors.describe,
     listed.read_lists,
+    vectors.hold_vectors,
 )
 FAMILIES: dict[str, tuple[Pass, ...]] = {"sm80": SM80_PASSES, "sm90": SM90_PASSES}
 
