@@ -350,10 +350,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
             s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & mask_ids_rows[i] == mask_ids_columns_j ? s[i][j] : -INF;
           }
         }
-        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
+        // by the last maxima computed; a row that has seen no key makes infinity of its first, which is found below
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
-          offset[i] = row_max[i] * args.scale_log2 + 30.0f;
+          offset[i] = max(row_max[i] * args.scale_log2, -3.4028234663852886e+38f) + 30.0f;
         }
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {

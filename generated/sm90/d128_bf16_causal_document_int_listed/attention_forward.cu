@@ -191,8 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         const int q_start = q_block * BLOCK_Q;
         // blocks of keys that are not skipped
         const int kv_steps = args.kv_list.at(batch, head, q_block, 0);
+        const int first_entry = args.kv_list.at(batch, head, q_block, 1);
         wait_barrier(next_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
-        publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {q_block, head, batch, kv_steps});
+        publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {q_block, head, batch, kv_steps, first_entry});
         wait_barrier(q_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
         tma_load<QTile>(q_tile + tiles_done % 2 * QTile::BYTES, q_tile_full + tiles_done % 2, args.q, q_start, head, batch, leave_cache_first());
         #pragma unroll 1  // the loading thread has few registers
@@ -213,13 +214,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
 
       wait_barrier(next_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
       // no more
-      publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {-1, -1, -1, -1});
+      publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {-1, -1, -1, -1, -1});
     }
     return;
   }
 
   if (threadIdx.x < THREADS) {
     take_registers<232>();
+    int first_entry = -1;
     first_turn<THREADS / 128>(warpgroup);
     int tiles_done = 0;
     int kv_steps_done = 0;
@@ -243,13 +245,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       q_block = take_tile(next_tile + tiles_done % 2 * 8, 0);
       head = take_tile(next_tile + tiles_done % 2 * 8, 1);
       batch = take_tile(next_tile + tiles_done % 2 * 8, 2);
+      first_entry = take_tile(next_tile + tiles_done % 2 * 8, 4);
+      // read a step ahead
+      int entry_ahead = args.kv_list.at(batch, head, q_block, 2);
       #pragma unroll
       for (int i = 0; i < S::ROWS; ++i) {
         mask_ids_rows[i] = args.mask_ids.at(batch, q_block * BLOCK_Q + S::row(i));
       }
       // the first step has no product to overlap with
       if (0 < kv_steps) {
-        const int first_entry = uniform(args.kv_list.at(batch, head, q_block, 1));
         if (floor_mod(first_entry, 2) == 1) {
           #pragma unroll
           for (int k = 0; k < held_columns<S>(); ++k) {
@@ -323,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
       }
       for (int kv_step = 1; kv_step < kv_steps; ++kv_step) {
-        const int entry = uniform(args.kv_list.at(batch, head, q_block, kv_step + 1));
+        const int entry = uniform(entry_ahead);
         const int kv_start = floor_div(entry, 2) * BLOCK_KV;
         if (floor_mod(entry, 2) == 1) {
           #pragma unroll
@@ -349,6 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
         commit_products();
         pass_turn<THREADS / 128>(warpgroup);
+        entry_ahead = args.kv_list.at(batch, head, q_block, kv_step + 2);
         wait_products<1>();
         settle(s);
         // only blocks that are listed as partial are masked
@@ -362,10 +367,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
             }
           }
         }
-        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
+        // by the last maxima computed; a row that has seen no key makes infinity of its first, which is found below
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
-          offset[i] = row_max[i] * args.scale_log2 + 30.0f;
+          offset[i] = max(row_max[i] * args.scale_log2, -3.4028234663852886e+38f) + 30.0f;
         }
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
