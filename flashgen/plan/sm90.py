@@ -166,10 +166,12 @@ def _unguessed_registers(kernel: Kernel, sizes: dict[str, int], candidate: Candi
     """More where maxima are computed at once, of scores with the number of the key in them and no mask of `causal`.
 
     The compiler then works out what is added to all elements ahead of the product. Counted on ALiBi, head_dim 64, 128
-    and 256: what tiles of 64 to 144 keys spilled with NVRTC 13.5.
+    and 256: what tiles of 64 to 144 keys spilled with NVRTC 13.5. With documents beside, up to 116 bytes.
     """
+    loads = _warned(kernel, candidate) and cost.loaded_values(kernel, sizes, (1, 1))
+    beside = max(0, sizes["block_kv"] // 4 - 16) if loads else 0
     ahead = _warned(kernel, candidate) and not kernel.axes[0].longest_first
-    return 5 * sizes["block_kv"] // 8 - 22 if ahead else 0
+    return beside + (5 * sizes["block_kv"] // 8 - 22 if ahead else 0)
 
 
 def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:

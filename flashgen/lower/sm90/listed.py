@@ -27,7 +27,7 @@ def read_lists(kernel: Kernel, plan: Plan) -> Kernel:
 
     Invariant: none; the same values in another order.
     """
-    backward = not plan.has("guessed maximum")
+    backward = kernel.name != "attention_forward"
     entries = {stmt.name for stmt in statements(kernel.body) if isinstance(stmt, Let) and loads(stmt.value)}
 
     def change(stmt: Stmt) -> Stmt | Body:
