@@ -7,7 +7,7 @@ from functools import cached_property
 
 from flashgen.emit.cexpr import c_text, no_element
 from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Random, Var, children, rebuild, walk
-from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
+from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window, name_of
 from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
 from flashgen.machine.sm80 import MmaSync
@@ -47,7 +47,8 @@ class Names:
         for buffer in self.kernel.buffers:
             if buffer.space is Space.REGISTER and len(buffer.shape) == 1:
                 assert buffer.warps is not None
-                own = columns[buffer.shape[0], buffer.warps] if buffer.by_column else rows[buffer.shape[0], buffer.warps[0]]
+                by_row = (buffer.shape[0], buffer.warps[0])
+                own = columns[buffer.shape[0], buffer.warps] if buffer.by_column else rows[by_row]
                 result[buffer.name] = own
         return result
 
@@ -273,7 +274,7 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
             "accumulated": "1" if stmt.accumulate else "k > 0",
         }
     if isinstance(stmt, sm90.MapAsking):
-        return {"columns": [name for name in stmt.reads() if names.kernel.buffer(name).by_column]}
+        return {"columns": [name for name in map(name_of, stmt.reads()) if names.kernel.buffer(name).by_column]}
     if isinstance(stmt, sm90.LoadVector):
         return {"full": _barrier(stmt.tile, "full", names)}
     if isinstance(stmt, sm90.TmaLoad):

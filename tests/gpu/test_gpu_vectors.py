@@ -39,7 +39,7 @@ def arrays(seqlen, heads, dtype, seed):
     }
 
 
-def fails(head_dim, mask=None, score=None, listed=False, causal=True, heads=(4, 2), lengths=LENGTHS, dtype=torch.float32):
+def fails(head_dim, mask=None, score=None, *, listed=False, causal=True, heads=(4, 2), lengths=LENGTHS, dtype=None):
     """Sentences on what the kernel gets wrong at some lengths."""
     kernel = flashgen.compile(head_dim, causal, mask_mod=mask, score_mod=score, arch="sm_90a")
     options = {name: getattr(kernel.spec, name) for name in ("causal", "mask", "score")}
@@ -47,7 +47,7 @@ def fails(head_dim, mask=None, score=None, listed=False, causal=True, heads=(4, 
     for seed, (seqlen_q, seqlen_k) in enumerate(lengths):
         sizes = (2, seqlen_q, seqlen_k, *heads, head_dim)
         tensors = support.random_inputs(*sizes, dtype=torch.bfloat16, device="cuda", seed=seed)
-        every = arrays(max(seqlen_q, seqlen_k), heads[0], dtype, seed)
+        every = arrays(max(seqlen_q, seqlen_k), heads[0], dtype or torch.float32, seed)
         aux = {item.name: every[item.name] for item in kernel.spec.arrays}
         given = {f"{kind}_aux": tuple(aux[name] for name in aux if name.startswith(kind)) for kind in ("mask", "score")}
         if listed:

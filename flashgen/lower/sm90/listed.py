@@ -22,8 +22,8 @@ COLUMNS, COLUMNS_OF_ELEMENTS = 4, 1
 
 def read_lists(kernel: Kernel, plan: Plan) -> Kernel:
     """An entry of a list is the same in all lanes, and is said to be: with what follows from it, it then needs none of
-    their registers. In the backward a mask that depends on an entry loads its elements for few columns at a time. In the
-    forward it is read a step ahead, as a step begins with it.
+    their registers. In the backward a mask that depends on an entry loads its elements for few columns at a time. In
+    the forward an entry is read a step ahead, as a step begins with it.
 
     Invariant: none; the same values in another order.
     """
@@ -40,11 +40,13 @@ def read_lists(kernel: Kernel, plan: Plan) -> Kernel:
     if not entries:
         return kernel
     kernel = in_role(kernel, "consumer", lambda body: rewrite(body, change))
-    return kernel if backward else _first_published(in_role(kernel, "consumer", lambda body: for_each_tile(body, _ahead)))
+    return (
+        kernel if backward else _first_published(in_role(kernel, "consumer", lambda body: for_each_tile(body, _ahead)))
+    )
 
 
 def _ahead(body: Body) -> Body:
-    """What is done for a tile of queries, with the entries of its loop read a step ahead; behind the last one, in vain."""
+    """What is done for a tile of queries, with entries read a step ahead; behind the last one, in vain."""
     result: list[Stmt] = []
     for stmt in body:
         entry = next((inner for inner in getattr(stmt, "body", ()) if isinstance(inner, Broadcast)), None)

@@ -8,7 +8,6 @@ Read element by element and behind the product, the documents of 128 keys came i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from flashgen.ir.dtype import F32, I32
 from flashgen.ir.expr import Expr, I, J, Load, children, load, rebuild, variables, walk
@@ -49,8 +48,8 @@ class _Vectors:
     def of_tile(self, body: Body) -> Body:
         """What the computing warps do for a tile of queries: rows are read ahead of its first step."""
         changing = {stmt.axis for stmt in body if isinstance(stmt, For)}
-        for stmt in statements(tuple(inner for stmt in body for inner in getattr(stmt, "body", ()))):
-            changing |= {*stmt.assigns(), *((stmt.axis,) if isinstance(stmt, For) else ())}
+        for inner in statements(tuple(inner for stmt in body for inner in getattr(stmt, "body", ()))):
+            changing |= {*inner.assigns(), *((inner.axis,) if isinstance(inner, For) else ())}
         names = self._named(body, I, lambda found: not variables(found) & changing)
         users = [at for at, stmt in enumerate(body) if self._named((stmt,), I, names.__contains__)]
         first = min(users, default=len(body))
