@@ -197,7 +197,8 @@ def _registers(kernel: Kernel, names: Names) -> list[Fields]:
 def _register(buffer: Buffer, names: Names) -> Fields:
     kind = names.fragments[buffer.name]
     if len(buffer.shape) == 1:
-        return {"declaration": f"float {buffer.name}[{kind}::ROWS];"}
+        count = f"held_columns<{kind}>()" if buffer.by_column else f"{kind}::ROWS"
+        return {"declaration": f"{buffer.dtype.cuda} {buffer.name}[{count}];"}
     if buffer.dtype.bytes == 2:
         return {"declaration": f"uint32 {buffer.name}[{kind}::ROWS][{kind}::PAIRS];"}
     return {"declaration": f"float {buffer.name}[{kind}::ROWS][{kind}::COLS];"}

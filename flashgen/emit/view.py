@@ -25,7 +25,7 @@ from flashgen.ir.expr import (
     replaced,
     walk,
 )
-from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window
+from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Place, Space, Stmt, Tile, Window, name_of
 from flashgen.ir.visit import statements
 from flashgen.machine import base, sm90
 from flashgen.machine.sm80 import MmaSync
@@ -61,10 +61,13 @@ class Names:
                 layout = (buffer.shape, buffer.warps, (buffer.first_warp, buffer.copies))
                 result[buffer.name] = names.setdefault(layout, camel(buffer.name))
         rows = {(shape[0], warps[0]): name for (shape, warps, _), name in reversed(names.items())}
+        columns = {(shape[1], warps): name for (shape, warps, _), name in reversed(names.items())}
         for buffer in self.kernel.buffers:
             if buffer.space is Space.REGISTER and len(buffer.shape) == 1:
                 assert buffer.warps is not None
-                result[buffer.name] = rows[buffer.shape[0], buffer.warps[0]]
+                by_row = (buffer.shape[0], buffer.warps[0])
+                own = columns[buffer.shape[0], buffer.warps] if buffer.by_column else rows[by_row]
+                result[buffer.name] = own
         return result
 
     def variable(self, name: str) -> str:
@@ -155,6 +158,9 @@ class Names:
             COL_OFFSET.name: f"{fragment}::col_offset({column})",
             LANE_COL.name: f"{fragment}::lane_col()",
         }
+        if dst.by_column:
+            held = f"held_column<{fragment}>(k)"
+            spelled = {"j": held, COL_OFFSET.name: held, LANE_COL.name: "0"}
 
         def name(variable: str) -> str:
             return spelled.get(variable) or self.variable(variable)
@@ -169,6 +175,8 @@ class Names:
 
     def _load(self, load: Load, fragment: str, column: str, row: str) -> str:
         buffer = self.kernel.buffer(load.buffer)
+        if buffer.by_column:
+            return f"{load.buffer}_{column}"
         if buffer.space is Space.REGISTER:
             indices = {I: row, J: column}
             return load.buffer + "".join(f"[{indices[index]}]" for index in load.index)  # type: ignore[index]
@@ -313,6 +321,8 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
             "b_order": "k_major" if stmt.transpose_b else "mn_major",
             "accumulated": "1" if stmt.accumulate else "k > 0",
         }
+    if isinstance(stmt, sm90.MapAsking):
+        return {"columns": [name for name in map(name_of, stmt.reads()) if names.kernel.buffer(name).by_column]}
     if isinstance(stmt, sm90.LoadVector):
         return {"full": _barrier(stmt.tile, "full", names)}
     if isinstance(stmt, sm90.TmaLoad):

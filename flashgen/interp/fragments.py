@@ -14,6 +14,7 @@ import numpy as np
 from flashgen.interp.common import Hazard, Value, evaluate, gather
 from flashgen.interp.shared_memory import Access
 from flashgen.interp.warps import Block, Warp
+from flashgen.ir.dtype import I32
 from flashgen.ir.expr import Expr, I, J, Load, text
 from flashgen.ir.nodes import Space, Stmt
 from flashgen.ir.printer import stmt_text
@@ -86,11 +87,17 @@ def by_lane(tile: np.ndarray) -> np.ndarray:
 
 
 class Elements:
-    """The scope of an expression over a warp's part of a register tile, or of a row vector in each lane."""
+    """The scope of an expression over a warp's part of a register tile, of a row vector in each lane, or of columns."""
 
     def __init__(self, block: Block, warp: Warp, stmt: Stmt, dst: str):
         self.block, self.warp, self.stmt, self.dst = block, warp, stmt, dst
         self.is_tile = len(block.shape(dst)) == 2
+        self.whole = block.buffers[dst].dtype == I32
+        self.columns: np.ndarray | None = None
+        if block.buffers[dst].by_column:
+            self.columns = np.arange(block.shape(dst)[0])
+            self.shape: tuple[int, ...] = self.columns.shape
+            return
         self.rows = rows_of(block, warp, dst)[:, None]
         self.shape = (len(self.rows), LANES)
         if self.is_tile:
@@ -99,12 +106,12 @@ class Elements:
 
     def evaluate(self, expr: Expr) -> np.ndarray:
         """The value of every element, in memory of its own."""
-        return np.array(np.broadcast_to(evaluate(expr, self), self.shape), np.float32)
+        return np.array(np.broadcast_to(evaluate(expr, self), self.shape), np.int32 if self.whole else np.float32)
 
     def variable(self, name: str) -> Value:
         if name == "i":
             return self.rows
-        if name == "j" and self.is_tile:
+        if name == "j" and self.columns is not None:
             return self.columns
         return self.warp.names[name]
 
@@ -127,6 +134,8 @@ class Elements:
         """A thread can only load what it holds itself: the same element, or its row's value."""
         mine, theirs = self.block.buffers[self.dst].warps, self.block.buffers[expr.buffer].warps
         assert mine is not None and theirs is not None
+        if expr.index == (J,) and self.is_tile and mine == theirs and self.block.buffers[expr.buffer].by_column:
+            return get(self.warp, self.stmt, expr.buffer)
         if expr.index == (I, J) and self.is_tile and mine == theirs:
             return get(self.warp, self.stmt, expr.buffer)
         if expr.index == (I,) and mine[0] == theirs[0]:

@@ -38,9 +38,9 @@ def _barrier(block: Block, warp: Warp, stmt: base.Barrier) -> Steps:
 
 def _assign(block: Block, warp: Warp, stmt: Any, expr: Expr) -> None:
     scope = Elements(block, warp, stmt, stmt.dst)
-    warp.registers[stmt.dst] = round_to(block.buffers[stmt.dst].dtype, scope.evaluate(expr))
-    lanes = scope.shape[0] * (scope.shape[1] if scope.is_tile else LANES)
-    block.trace.elementwise(block.plan.arch, expr, lanes)
+    value = scope.evaluate(expr)
+    warp.registers[stmt.dst] = value if scope.whole else round_to(block.buffers[stmt.dst].dtype, value)
+    block.trace.elementwise(block.plan.arch, expr, value.size)
 
 
 def _fill(block: Block, warp: Warp, stmt: base.FillFragment) -> None:

@@ -228,6 +228,8 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.Describe: _describe,
     sm90.Broadcast: BASE[Counter],
     sm90.MapColumns: _guarded(BASE[MapFragment]),
+    sm90.HoldColumns: _guarded(BASE[MapFragment]),
+    sm90.MapAsking: _guarded(BASE[MapFragment]),
     sm90.IfAnyLarge: _if_any_large,
     sm90.Rescore: _guarded(_rescore),
     sm90.FenceStores: _fence_stores,

@@ -59,7 +59,8 @@ class Buffer:
     tile are divided among the warps (rows, columns), from `first_warp` on; `copies`: so many warps hold each part, with
     the same values. `layout_of`: of a global accumulator, the register tile that is added to it, in whose order it is
     kept. `by_element`: a global array of any rank and strides, which expressions load element by element, and scatters
-    write.
+    write. `by_column`: a register vector with a number for each column of a tile, of which every lane of a warp holds a
+    part, and not for each row.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Buffer:
     copies: int = 1
     layout_of: str = ""
     by_element: bool = False
+    by_column: bool = False
 
 
 @dataclass(frozen=True)

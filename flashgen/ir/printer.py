@@ -55,6 +55,8 @@ def _buffer(buffer: Buffer) -> str:
         start = f" from {buffer.first_warp}" if buffer.first_warp else ""
         copies = f" in {buffer.copies} copies" if buffer.copies > 1 else ""
         parts.append(f"warps={buffer.warps[0]}x{buffer.warps[1]}{start}{copies}")
+    if buffer.by_column:
+        parts.append("by column")
     if buffer.layout_of:
         parts.append(f"order={buffer.layout_of}")
     return " ".join(parts)

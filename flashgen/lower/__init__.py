@@ -22,6 +22,7 @@ from flashgen.lower.sm90 import (
     roles,
     select,
     stages,
+    vectors,
     waits,
 )
 from flashgen.machine.verify import machine as verify_machine
@@ -72,6 +73,7 @@ SM90_PASSES: tuple[Pass, ...] = (
     persist.settle_lengths,
     descriptors.describe,
     listed.read_lists,
+    vectors.hold_vectors,
 )
 FAMILIES: dict[str, tuple[Pass, ...]] = {"sm80": SM80_PASSES, "sm90": SM90_PASSES}
 

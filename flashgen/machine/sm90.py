@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from flashgen.ir.expr import Expr, Var
 from flashgen.ir.nodes import Place, Stmt, Tile, Window
-from flashgen.machine.base import MachineStmt
+from flashgen.machine.base import MachineStmt, MapFragment
 
 WARPGROUP_ROWS = 64
 WARPGROUP_WARPS = 4
@@ -305,6 +305,25 @@ class MapColumns(Sm90Stmt):
     NAME = "map_columns"
     NEEDS = "dst is in no product in flight"
     WRITES = ("dst",)
+
+
+@dataclass(frozen=True)
+class HoldColumns(Sm90Stmt):
+    """dst[j] = expr(j): a number for each column, which one lane of each warp holds."""
+
+    dst: str
+    expr: Expr
+    NAME = "hold_columns"
+    WRITES = ("dst",)
+
+
+@dataclass(frozen=True)
+class MapAsking(MapFragment, Sm90Stmt):
+    """dst[i, j] = expr(i, j), column by column: what is held for a column is asked for once."""
+
+    NAME = "map_asking"
+    FAMILY = "sm90"
+    NEEDS = "every lane of the warp is there"
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,9 @@ PACKING = (
 )
 BARRIER_BYTES = 256  # at most, with the places of the next tiles
 PLACE_BYTES = 32
+# The time with tiles that are no whole blocks of a list, where one with such tiles takes 1: they have a part in more
+# blocks that are partial. By counts of 16 documents in 16384 tokens, 160 keys against 128.
+LIST_BLOCK, RAGGED_LIST = 64, 1.06
 INPUTS = (("q_tile", "block_q", "head_dim"), ("k_tile", "block_kv", "head_dim"), ("v_tile", "block_kv", "head_dim_v"))
 CACHED_BYTES = 16 * 1024 * KIB  # of keys and values that are read at the same time, in an L2 of 50 MB and more
 
@@ -199,10 +202,12 @@ def _unguessed_registers(kernel: Kernel, sizes: dict[str, int], candidate: Candi
     """More where maxima are computed at once, of scores with the number of the key in them and no mask of `causal`.
 
     The compiler then works out what is added to all elements ahead of the product. Counted on ALiBi, head_dim 64, 128
-    and 256: what tiles of 64 to 144 keys spilled with NVRTC 13.5.
+    and 256: what tiles of 64 to 144 keys spilled with NVRTC 13.5. With documents beside, up to 116 bytes.
     """
+    loads = _warned(kernel, candidate) and cost.loaded_values(kernel, sizes, (1, 1))
+    beside = max(0, sizes["block_kv"] // 4 - 16) if loads else 0
     ahead = _warned(kernel, candidate) and not kernel.axes[0].longest_first
-    return 5 * sizes["block_kv"] // 8 - 22 if ahead else 0
+    return beside + (5 * sizes["block_kv"] // 8 - 22 if ahead else 0)
 
 
 def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
@@ -266,6 +271,8 @@ def _factor(kernel: Kernel, candidate: Candidate) -> float:
     """What the order of tiles, Q in two stages and the guess of the maximum do to the time."""
     order = FIXED_ORDER if "persistent" in candidate.traits else 1
     ahead = Q_AHEAD if "q_tile" in dict(candidate.stages) else 1
+    if cost.listed(kernel) and dict(candidate.blocks)["block_kv"] % LIST_BLOCK:
+        order *= RAGGED_LIST
     if GUESS in candidate.traits:
         return order * ahead * (LOW_GUESS if cost.rises(kernel) else 1)
     # What draws has no candidate with a guess to compare with.

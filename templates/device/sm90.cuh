@@ -52,6 +52,31 @@ __device__ __forceinline__ void hold_loads(int column) {
   if (column % COLUMNS == 0) asm volatile("" ::: "memory");
 }
 
+// A number for each column of a register tile, which the lanes of a warp hold: of every 64 columns, lane l has 2 l and
+// 2 l + 1. The last may be none of the tile.
+template <class Fragment>
+__device__ __forceinline__ constexpr int held_columns() {
+  return (Fragment::COLS + 15) / 16 * 2;
+}
+template <class Fragment>
+__device__ __forceinline__ int held_column(int k) {
+  return Fragment::first_col() + k / 2 * 64 + int(threadIdx.x) % 32 * 2 + k % 2;
+}
+// The number for this lane's element j. Lanes with the same columns, those of 8 rows, ask the same one of their fours:
+// 0x03 keeps a lane's place among four, so that which four is a constant (PTX ISA, "shfl.sync").
+template <int COUNT>
+__device__ __forceinline__ int ask_column(const int (&held)[COUNT], int j) {
+  int value;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x031f, 0xffffffff;" : "=r"(value) : "r"(held[j / 16 * 2 + j % 2]), "r"(j / 2 % 8 * 4));
+  return value;
+}
+template <int COUNT>
+__device__ __forceinline__ float ask_column(const float (&held)[COUNT], int j) {
+  float value;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x031f, 0xffffffff;" : "=f"(value) : "f"(held[j / 16 * 2 + j % 2]), "r"(j / 2 % 8 * 4));
+  return value;
+}
+
 template <int COUNT>
 __device__ __forceinline__ void init_barriers(uint64* barriers, int arrivals) {
 #pragma unroll

@@ -148,6 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   float inverse[S::ROWS];
   float lse_row[S::ROWS];
   float step_sum[S::ROWS];
+  int mask_ids_rows[S::ROWS];
+  int mask_ids_columns[held_columns<S>()];
 
   if (threadIdx.x == 0) {
     init_barriers<2>(k_tile_full, 1);
@@ -239,8 +241,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       q_block = take_tile(next_tile + tiles_done % 2 * 8, 0);
       head = take_tile(next_tile + tiles_done % 2 * 8, 1);
       batch = take_tile(next_tile + tiles_done % 2 * 8, 2);
+      #pragma unroll
+      for (int i = 0; i < S::ROWS; ++i) {
+        mask_ids_rows[i] = args.mask_ids.at(batch, q_block * BLOCK_Q + S::row(i));
+      }
       // the first step has no product to overlap with
       if (0 < last_kv_block) {
+        #pragma unroll
+        for (int k = 0; k < held_columns<S>(); ++k) {
+          mask_ids_columns[k] = args.mask_ids.at(batch, held_column<S>(k));
+        }
         const uint32 k_tile_operand = uniform(KTile::start(k_tile + kv_blocks_done % 2 * KTile::BYTES));
         wait_barrier(k_tile_full + kv_blocks_done % 2, kv_blocks_done / 2 % 2);
         begin_products();
@@ -254,10 +264,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         arrive_warp(k_tile_empty + kv_blocks_done % 2);
         // no tile is known to be wholly visible
         #pragma unroll
-        for (int i = 0; i < S::ROWS; ++i) {
+        for (int j = 0; j < S::COLS; ++j) {
+          const auto mask_ids_columns_j = ask_column(mask_ids_columns, j);
           #pragma unroll
-          for (int j = 0; j < S::COLS; ++j) {
-            s[i][j] = S::col_offset(j) < min(args.seqlen_k, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) + 1) - S::lane_col() & args.mask_ids.at(batch, q_block * BLOCK_Q + S::row(i)) == args.mask_ids.at(batch, S::col(j)) ? s[i][j] : -INF;
+          for (int i = 0; i < S::ROWS; ++i) {
+            s[i][j] = S::col_offset(j) < min(args.seqlen_k, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) + 1) - S::lane_col() & mask_ids_rows[i] == mask_ids_columns_j ? s[i][j] : -INF;
           }
         }
         #pragma unroll
@@ -306,6 +317,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       }
       for (int kv_block = 1; kv_block < last_kv_block; ++kv_block) {
         const int kv_start = kv_block * BLOCK_KV;
+        #pragma unroll
+        for (int k = 0; k < held_columns<S>(); ++k) {
+          mask_ids_columns[k] = args.mask_ids.at(batch, kv_start + held_column<S>(k));
+        }
         const uint32 k_tile_operand = uniform(KTile::start(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES));
         const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (kv_block - 1)) % 2 * VTile::BYTES));
         // one warpgroup multiplies at a time, under the softmax of the others
@@ -328,16 +343,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         settle(s);
         // no tile is known to be wholly visible
         #pragma unroll
-        for (int i = 0; i < S::ROWS; ++i) {
+        for (int j = 0; j < S::COLS; ++j) {
+          const auto mask_ids_columns_j = ask_column(mask_ids_columns, j);
           #pragma unroll
-          for (int j = 0; j < S::COLS; ++j) {
-            s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & args.mask_ids.at(batch, q_block * BLOCK_Q + S::row(i)) == args.mask_ids.at(batch, kv_start + S::col(j)) ? s[i][j] : -INF;
+          for (int i = 0; i < S::ROWS; ++i) {
+            s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & mask_ids_rows[i] == mask_ids_columns_j ? s[i][j] : -INF;
           }
         }
-        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
+        // by the last maxima computed; a row that has seen no key makes infinity of its first, which is found below
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
-          offset[i] = row_max[i] * args.scale_log2 + 30.0f;
+          offset[i] = max(row_max[i] * args.scale_log2, -3.4028234663852886e+38f) + 30.0f;
         }
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
@@ -365,10 +381,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
           rescore<QTile, KTile, element>(s, q_tile + tiles_done % 2 * QTile::BYTES, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
           // no tile is known to be wholly visible
           #pragma unroll
-          for (int i = 0; i < S::ROWS; ++i) {
+          for (int j = 0; j < S::COLS; ++j) {
+            const auto mask_ids_columns_j = ask_column(mask_ids_columns, j);
             #pragma unroll
-            for (int j = 0; j < S::COLS; ++j) {
-              s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & args.mask_ids.at(batch, q_block * BLOCK_Q + S::row(i)) == args.mask_ids.at(batch, kv_start + S::col(j)) ? s[i][j] : -INF;
+            for (int i = 0; i < S::ROWS; ++i) {
+              s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & mask_ids_rows[i] == mask_ids_columns_j ? s[i][j] : -INF;
             }
           }
           #pragma unroll

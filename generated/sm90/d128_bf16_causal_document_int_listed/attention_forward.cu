@@ -149,6 +149,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   float inverse[S::ROWS];
   float lse_row[S::ROWS];
   float step_sum[S::ROWS];
+  int mask_ids_rows[S::ROWS];
+  int mask_ids_columns[held_columns<S>()];
 
   if (threadIdx.x == 0) {
     init_barriers<2>(k_tile_full, 1);
@@ -189,8 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         const int q_start = q_block * BLOCK_Q;
         // blocks of keys that are not skipped
         const int kv_steps = args.kv_list.at(batch, head, q_block, 0);
+        const int first_entry = args.kv_list.at(batch, head, q_block, 1);
         wait_barrier(next_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
-        publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {q_block, head, batch, kv_steps});
+        publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {q_block, head, batch, kv_steps, first_entry});
         wait_barrier(q_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
         tma_load<QTile>(q_tile + tiles_done % 2 * QTile::BYTES, q_tile_full + tiles_done % 2, args.q, q_start, head, batch, leave_cache_first());
         #pragma unroll 1  // the loading thread has few registers
@@ -211,13 +214,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
 
       wait_barrier(next_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
       // no more
-      publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {-1, -1, -1, -1});
+      publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {-1, -1, -1, -1, -1});
     }
     return;
   }
 
   if (threadIdx.x < THREADS) {
     take_registers<232>();
+    int first_entry = -1;
     first_turn<THREADS / 128>(warpgroup);
     int tiles_done = 0;
     int kv_steps_done = 0;
@@ -241,9 +245,21 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
       q_block = take_tile(next_tile + tiles_done % 2 * 8, 0);
       head = take_tile(next_tile + tiles_done % 2 * 8, 1);
       batch = take_tile(next_tile + tiles_done % 2 * 8, 2);
+      first_entry = take_tile(next_tile + tiles_done % 2 * 8, 4);
+      // read a step ahead
+      int entry_ahead = args.kv_list.at(batch, head, q_block, 2);
+      #pragma unroll
+      for (int i = 0; i < S::ROWS; ++i) {
+        mask_ids_rows[i] = args.mask_ids.at(batch, q_block * BLOCK_Q + S::row(i));
+      }
       // the first step has no product to overlap with
       if (0 < kv_steps) {
-        const int first_entry = uniform(args.kv_list.at(batch, head, q_block, 1));
+        if (floor_mod(first_entry, 2) == 1) {
+          #pragma unroll
+          for (int k = 0; k < held_columns<S>(); ++k) {
+            mask_ids_columns[k] = args.mask_ids.at(batch, floor_div(first_entry, 2) * BLOCK_KV + held_column<S>(k));
+          }
+        }
         const uint32 k_tile_operand = uniform(KTile::start(k_tile + kv_steps_done % 2 * KTile::BYTES));
         wait_barrier(k_tile_full + kv_steps_done % 2, kv_steps_done / 2 % 2);
         begin_products();
@@ -258,10 +274,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         // only blocks that are listed as partial are masked
         if (floor_mod(first_entry, 2) == 1) {
           #pragma unroll
-          for (int i = 0; i < S::ROWS; ++i) {
+          for (int j = 0; j < S::COLS; ++j) {
+            const auto mask_ids_columns_j = ask_column(mask_ids_columns, j);
             #pragma unroll
-            for (int j = 0; j < S::COLS; ++j) {
-              s[i][j] = S::col_offset(j) < min(args.seqlen_k - floor_div(first_entry, 2) * BLOCK_KV, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - floor_div(first_entry, 2) * BLOCK_KV + 1) - S::lane_col() & args.mask_ids.at(batch, q_block * BLOCK_Q + S::row(i)) == args.mask_ids.at(batch, floor_div(first_entry, 2) * BLOCK_KV + S::col(j)) ? s[i][j] : -INF;
+            for (int i = 0; i < S::ROWS; ++i) {
+              s[i][j] = S::col_offset(j) < min(args.seqlen_k - floor_div(first_entry, 2) * BLOCK_KV, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - floor_div(first_entry, 2) * BLOCK_KV + 1) - S::lane_col() & mask_ids_rows[i] == mask_ids_columns_j ? s[i][j] : -INF;
             }
           }
         }
@@ -310,8 +327,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
       }
       for (int kv_step = 1; kv_step < kv_steps; ++kv_step) {
-        const int entry = uniform(args.kv_list.at(batch, head, q_block, kv_step + 1));
+        const int entry = uniform(entry_ahead);
         const int kv_start = floor_div(entry, 2) * BLOCK_KV;
+        if (floor_mod(entry, 2) == 1) {
+          #pragma unroll
+          for (int k = 0; k < held_columns<S>(); ++k) {
+            mask_ids_columns[k] = args.mask_ids.at(batch, kv_start + held_column<S>(k));
+          }
+        }
         const uint32 k_tile_operand = uniform(KTile::start(k_tile + (kv_steps_done + kv_step) % 2 * KTile::BYTES));
         const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_steps_done + (kv_step - 1)) % 2 * VTile::BYTES));
         // one warpgroup multiplies at a time, under the softmax of the others
@@ -330,22 +353,24 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
         commit_products();
         pass_turn<THREADS / 128>(warpgroup);
+        entry_ahead = args.kv_list.at(batch, head, q_block, kv_step + 2);
         wait_products<1>();
         settle(s);
         // only blocks that are listed as partial are masked
         if (floor_mod(entry, 2) == 1) {
           #pragma unroll
-          for (int i = 0; i < S::ROWS; ++i) {
+          for (int j = 0; j < S::COLS; ++j) {
+            const auto mask_ids_columns_j = ask_column(mask_ids_columns, j);
             #pragma unroll
-            for (int j = 0; j < S::COLS; ++j) {
-              s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & args.mask_ids.at(batch, q_block * BLOCK_Q + S::row(i)) == args.mask_ids.at(batch, kv_start + S::col(j)) ? s[i][j] : -INF;
+            for (int i = 0; i < S::ROWS; ++i) {
+              s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & mask_ids_rows[i] == mask_ids_columns_j ? s[i][j] : -INF;
             }
           }
         }
-        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
+        // by the last maxima computed; a row that has seen no key makes infinity of its first, which is found below
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
-          offset[i] = row_max[i] * args.scale_log2 + 30.0f;
+          offset[i] = max(row_max[i] * args.scale_log2, -3.4028234663852886e+38f) + 30.0f;
         }
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
@@ -374,10 +399,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
           // only blocks that are listed as partial are masked
           if (floor_mod(entry, 2) == 1) {
             #pragma unroll
-            for (int i = 0; i < S::ROWS; ++i) {
+            for (int j = 0; j < S::COLS; ++j) {
+              const auto mask_ids_columns_j = ask_column(mask_ids_columns, j);
               #pragma unroll
-              for (int j = 0; j < S::COLS; ++j) {
-                s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & args.mask_ids.at(batch, q_block * BLOCK_Q + S::row(i)) == args.mask_ids.at(batch, kv_start + S::col(j)) ? s[i][j] : -INF;
+              for (int i = 0; i < S::ROWS; ++i) {
+                s[i][j] = S::col_offset(j) < min(args.seqlen_k - kv_start, q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start + 1) - S::lane_col() & mask_ids_rows[i] == mask_ids_columns_j ? s[i][j] : -INF;
               }
             }
           }
