@@ -62,7 +62,7 @@ def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The forward's one kernel; heads are packed where the chip's own family has it."""
     own = forward_arch(spec, arch)
-    planned = spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1, length="")
+    planned = spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1, length="", tiled=False)
     return (_forward(planned, own),)
 
 
@@ -160,7 +160,7 @@ def _backward_plans(spec: Spec, arch: Arch, may_spill: bool = False) -> tuple[Sp
 def backward_spec(spec: Spec, arch: Arch) -> Spec:
     """What the backward of a spec is made for: any length, one head in a tile; deterministic where dQ is made apart."""
     apart = arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v)
-    return replace(spec, packed=1, length="", deterministic=spec.deterministic or apart)
+    return replace(spec, packed=1, length="", tiled=False, deterministic=spec.deterministic or apart)
 
 
 def backward_with(spec: Spec, main: Plan, dq: Plan | None = None) -> tuple[Stages, ...]:

@@ -58,6 +58,8 @@ class Spec:
     dropout: probabilities are dropped at random; with which probability, and from which seed, is said by each call.
     sinks: the type of the array with a logit for each head that takes part in the denominators; None without.
     listed: loops over blocks walk lists that a call brings (flashgen.block_mask), not all blocks between limits.
+    tiled: arrays that the score function reads by [.., q_idx, kv_idx] lie so that TMA copies tiles of them
+        (attention/tiles.py); only Hopper's kernels heed it.
     """
 
     head_dim: int = 128
@@ -75,6 +77,7 @@ class Spec:
     sinks: DType | None = None
     dropout: bool = False
     listed: bool = False
+    tiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -109,6 +112,7 @@ class Spec:
         flags += [f"packed{self.packed}"] if self.packed > 1 else []
         flags += [self.length] if self.length else []
         flags += ["listed"] if self.listed else []
+        flags += ["tiled"] if self.tiled else []
         return "_".join([dims, self.dtype.cuda, *flags])
 
 

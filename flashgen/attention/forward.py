@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from flashgen.attention import dropout, lists, parts, sinks
+from flashgen.attention import dropout, lists, parts, sinks, tiles
 from flashgen.attention.parts import (
     BATCHES,
     GROUP,
@@ -44,6 +44,7 @@ def forward(spec: Spec) -> Kernel:
             *parts.SIZES,
             Scalar("scale_log2" if spec.score is None else "scale", F32),
             *dropout.scalars(spec),
+            *tiles.scalars(spec),
         ),
         axes=(
             Axis("q_block", ceil_div(SEQLEN_Q, parts.positions(spec)), longest_first=parts.longest_first(spec)),
@@ -83,6 +84,7 @@ def _buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.shared("q_tile", spec, "block_q", "head_dim"),
         parts.shared("k_tile", spec, "block_kv", "head_dim"),
         parts.shared("v_tile", spec, "block_kv", "head_dim_v"),
+        *tiles.buffers(spec),
         parts.shared("o_tile", spec, "block_q", "head_dim_v"),
         parts.register("s", "block_q", "block_kv"),
         parts.register("p", "block_q", "block_kv"),
@@ -104,6 +106,7 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
     scored = () if spec.score is None else (Map("s", parts.scored(spec), note=spec.score.name),)
     return (
         Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
+        *parts.tile_copies(spec),
         Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
         Gemm("s", "q_tile", "k_tile", transpose_b=True),
         *scored,

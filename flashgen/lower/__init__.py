@@ -13,6 +13,7 @@ from flashgen.lower.sm90 import (
     divide,
     guess,
     listed,
+    matrices,
     order,
     overlap,
     persist,
@@ -39,6 +40,7 @@ SM80_PASSES: tuple[Pass, ...] = (
 )
 SM90_PASSES: tuple[Pass, ...] = (
     select.instructions,
+    matrices.load_matrices,
     random.share_counters,
     bulk.add_in_bulk,
     bulk.heads_side_by_side,

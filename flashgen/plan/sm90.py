@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import product
 
 from flashgen.attention.varlen import ROW_BLOCK
-from flashgen.ir.nodes import Kernel
+from flashgen.ir.nodes import Kernel, Space
 from flashgen.ir.visit import heads_in_tile
 from flashgen.plan import cost
 from flashgen.plan.arch import Arch
@@ -68,6 +68,7 @@ def candidates(kernel: Kernel) -> Iterator[Candidate]:
     # What is dropped would hide a guess that was too low, and random numbers take longer than maxima.
     guesses: tuple[tuple[str, ...], ...] = () if cost.draws(kernel) else ((GUESS,),)
     more = cost.takes_functions(kernel)
+    added = tuple((name, 2) for name in added_tiles(kernel))
     guesses += ((),) if more else ()
     for warpgroups, block_kv, order, ahead, guess in product((1, 2, 3), BLOCKS_KV, orders, (False, True), guesses):
         if ahead and more and warpgroups == 3:
@@ -76,10 +77,16 @@ def candidates(kernel: Kernel) -> Iterator[Candidate]:
         yield Candidate(
             blocks=(("block_q", 64 * warpgroups), ("block_kv", block_kv)),
             warps=4 * warpgroups + 4,
-            stages=(("k_tile", 2), ("v_tile", 2), *((("q_tile", 2),) if ahead else ())),
+            stages=(("k_tile", 2), ("v_tile", 2), *added, *((("q_tile", 2),) if ahead else ())),
             layouts=tuple((name, (4 * warpgroups, 1)) for name in tile_names(kernel)),
             traits=(order, *turns, *guess),
         )
+
+
+def added_tiles(kernel: Kernel) -> tuple[str, ...]:
+    """The shared tiles of rows of queries and columns of keys, of which a score function reads the elements."""
+    shape = ("block_q", "block_kv")
+    return tuple(item.name for item in kernel.buffers if item.space is Space.SHARED and item.shape == shape)
 
 
 def make(
@@ -135,7 +142,8 @@ def allocate(sizes: dict[str, int], candidate: Candidate, limit: int) -> tuple[t
     stages = dict(candidate.stages)
     placed: list[Placement] = []
     offset = 0
-    for name, rows, cols in INPUTS:
+    added = [(name, "block_q", "block_kv") for name in stages if name not in (name for name, *_ in INPUTS)]
+    for name, rows, cols in (*added, *INPUTS):  # V last: O may lie over it
         placed.append(_panels(name, offset, sizes[rows], sizes[cols], stages.get(name, 1)))
         offset = placed[-1].end
     covered: tuple[str, ...] = ()
@@ -155,7 +163,7 @@ def _panels(name: str, offset: int, rows: int, cols: int, stages: int) -> Placem
 def registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     """The estimate for a thread that computes: scores, the packed operand that is still read, output, and the rest."""
     tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + sizes["head_dim_v"] // 2
-    tiles += _loading_registers(kernel, sizes)
+    tiles += sizes["block_kv"] // 4 * len(added_tiles(kernel)) + _loading_registers(kernel, sizes)
     return tiles + OVERHEAD_REGISTERS + _function_registers(kernel, sizes) + _random_registers(kernel, sizes)
 
 
