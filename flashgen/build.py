@@ -63,7 +63,7 @@ def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The forward's one kernel; heads are packed where the chip's own family has it."""
     own = forward_arch(spec, arch)
     planned = spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1, length="", tiled=False)
-    return (_forward(planned, own),)
+    return (_forward(with_room(planned, own), own),)
 
 
 def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
@@ -73,7 +73,7 @@ def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
         return 1
 
     def block_q(packed: int) -> int:
-        return _forward_plan(replace(spec.forward(), packed=packed), own).sizes["block_q"]
+        return _forward_plan(with_room(replace(spec.forward(), packed=packed), own), own).sizes["block_q"]
 
     return packing.heads_to_pack(seqlen_q, group, block_q)
 
@@ -95,11 +95,23 @@ def forward_arch(spec: Spec, arch: Arch) -> Arch:
     own = arch_for("attention_forward", spec, arch)
     if (spec.mask or spec.score or spec.dropout) and own.portable:
         try:
-            _forward_plan(spec.forward(), own)
+            _forward_plan(with_room(spec.forward(), own), own)
         except planner.PlanError as error:
             log.info("%s: %s", spec, error)
             return portable_record(own)
     return own
+
+
+@cache
+def with_room(spec: Spec, arch: Arch) -> Spec:
+    """The spec of a forward; where tiles of what its score function reads leave no room for the others, without these."""
+    if spec.tiled:
+        try:
+            _forward_plan(spec, arch)
+        except planner.PlanError as error:
+            log.info("%s: %s; its arrays are read element by element", spec, error)
+            return replace(spec, tiled=False)
+    return spec
 
 
 @cache

@@ -196,12 +196,24 @@ class Runner:
         if arch.portable and any(step <= 0 for name in ("q", "k", "v", "dout") for step in strides.get(name, ())):
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
             arch = portable_record(arch)
-        spec = replace(self.spec, aligned=aligned)
+        tiled = stage == "forward" and self._tiled(arch, problem, library, arrays)
+        spec = replace(self.spec, aligned=aligned, tiled=tiled)
         queries = problem.seqlen_q if options.queries is None else options.queries
         made = self.programs(stage, self._for_sizes(spec, arch, problem, queries) if stage == "forward" else spec, arch)
         read |= self._take_lists(call, [program.stages for program in made], options)
         call.launches = self._launches(stage, made, call, strides | read)
         return call
+
+    def _tiled(self, arch: Arch, problem: Problem, library: Library, arrays: dict[str, Any]) -> bool:
+        """True where TMA copies tiles of what the score function reads by query and key."""
+        if arch.family != "sm90" or not self.spec.arrays:
+            return False
+        from flashgen.runtime import tiles
+
+        reason = tiles.unfit(self.spec, problem, library, arrays)
+        if reason:
+            log.info("%s: %s; it is read element by element", self, reason)
+        return not reason and tiles.any_fit(self.spec)
 
     def _take_lists(self, call: Call, made: Iterable[build.Stages], options: Options) -> dict[str, tuple[int, ...]]:
         """Note which lists of blocks these kernels walk; how each of them lies."""
@@ -234,6 +246,10 @@ class Runner:
         known: dict[str, tuple[int, ...]] = dict.fromkeys(VECTORS, vector)
         known |= dict.fromkeys(("o", "dout"), row_strides(gapless(call.o_shape), self.layout)) | strides
         scalars = problem.scalars(call.scale) | {"multiprocessors": launch.multiprocessors(call.device), "zero": 0}
+        if self.spec.arrays:
+            from flashgen.runtime import tiles
+
+            scalars |= tiles.scalars(self.spec, strides)
         if stage == "backward":
             for name, heads, seqlen, width in (
                 ("dq", problem.heads, problem.seqlen_q, self.spec.head_dim),

@@ -71,6 +71,11 @@ class Buffer:
     layout_of: str = ""
     by_element: bool = False
 
+    @property
+    def of_any_size(self) -> bool:
+        """True for a global array whose sizes are its own, not those of the call: what functions read."""
+        return self.shape[:1] == ("any",)
+
 
 @dataclass(frozen=True)
 class Window:
