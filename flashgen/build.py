@@ -12,6 +12,7 @@ from flashgen.attention import backward as backward_nests
 from flashgen.attention import blocks as blocks_nest
 from flashgen.attention import forward as forward_nest
 from flashgen.attention import sinks as sink_nests
+from flashgen.attention import tiles
 from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
@@ -153,6 +154,9 @@ def backward_plans(spec: Spec, arch: Arch) -> tuple[Spec, Plan, Plan | None]:
     if takes_more:
         apart = replace(spec, deterministic=True)
         ways += [(apart, arch)]
+        if backward_spec(spec, arch).tiled:  # else the same once more
+            spec, apart = (replace(way, tiled=False) for way in (spec, apart))
+            ways += [(spec, arch), (apart, arch)]
         ways += [(way, portable_record(arch)) for way in (spec, apart) if arch.portable]
     for way, chip in ways[:-1]:
         try:
@@ -172,7 +176,9 @@ def _backward_plans(spec: Spec, arch: Arch, may_spill: bool = False) -> tuple[Sp
 def backward_spec(spec: Spec, arch: Arch) -> Spec:
     """What the backward of a spec is made for: any length, one head in a tile; deterministic where dQ is made apart."""
     apart = arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v)
-    return replace(spec, packed=1, length="", tiled=False, deterministic=spec.deterministic or apart)
+    spec = replace(spec, packed=1, length="")
+    tiled = arch.family == "sm90" and tiles.in_backward(spec)
+    return replace(spec, tiled=tiled, deterministic=spec.deterministic or apart)
 
 
 def backward_with(spec: Spec, main: Plan, dq: Plan | None = None) -> tuple[Stages, ...]:

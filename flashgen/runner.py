@@ -196,8 +196,7 @@ class Runner:
         if arch.portable and any(step <= 0 for name in ("q", "k", "v", "dout") for step in strides.get(name, ())):
             log.info("%s: TMA takes no stride of zero or less; the %s kernels run", self, arch.portable)
             arch = portable_record(arch)
-        tiled = stage == "forward" and self._tiled(arch, problem, library, arrays)
-        spec = replace(self.spec, aligned=aligned, tiled=tiled)
+        spec = replace(self.spec, aligned=aligned, tiled=self._tiled(arch, problem, library, arrays))
         queries = problem.seqlen_q if options.queries is None else options.queries
         made = self.programs(stage, self._for_sizes(spec, arch, problem, queries) if stage == "forward" else spec, arch)
         read |= self._take_lists(call, [program.stages for program in made], options)

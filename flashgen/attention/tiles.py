@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flashgen.calculus import derivative
 from flashgen.ir.dtype import I32
 from flashgen.ir.expr import Const, Expr, I, J, Load, Var, minimum, rebuild, select, substitute, variables, walk
 from flashgen.ir.nodes import Buffer, Copy, Scalar, Space, Window
@@ -49,6 +50,13 @@ def _indices(spec: Spec, array: Array) -> set[tuple[Expr, ...]]:
 def of(spec: Spec) -> tuple[Array, ...]:
     """The arrays of which this spec's kernels copy tiles."""
     return fit(spec) if spec.tiled else ()
+
+
+def in_backward(spec: Spec) -> bool:
+    """True where the backward copies them too: where they are added, so that the derivative does not read them."""
+    names = {item.name for item in of(spec)}
+    slope = derivative(spec.score.expr, "score") if spec.score else Const(1.0)
+    return bool(names) and not any(isinstance(node, Load) and node.buffer in names for node in walk(slope))
 
 
 def tile(array: Array) -> str:
@@ -101,5 +109,3 @@ def read(expr: Expr, spec: Spec, transposed: bool) -> Expr:
         return rebuild(expr, change)
 
     return change(expr) if names else expr
-
-

@@ -259,6 +259,20 @@ __device__ __forceinline__ void load_matrix(uint32 (&values)[ROWS][PAIRS], Share
   }
 }
 
+// The same of a tile whose transpose is wanted: rows of the part are columns of the tile.
+template <class Fragment, class Tile, int ROWS, int PAIRS>
+__device__ __forceinline__ void load_matrix_transposed(uint32 (&values)[ROWS][PAIRS], SharedAddress tile) {
+  static_assert(ROWS == 2 && PAIRS % 2 == 0, "a warp holds 16 rows, and an instruction loads 16 columns");
+  const int lane = threadIdx.x % 32;
+  const int piece = Fragment::first_row() / 8 + lane / 8 % 2;
+#pragma unroll
+  for (int j = 0; j < PAIRS; j += 2) {
+    uint32 part[4];
+    ldmatrix_transposed(part, Tile::piece(tile, 8 * (j + lane / 16) + lane % 8, piece));
+    values[0][j] = part[0], values[1][j] = part[1], values[0][j + 1] = part[2], values[1][j + 1] = part[3];
+  }
+}
+
 // A register tile as it is, for the same threads of another warpgroup: pieces of 16 bytes, those of the 128 threads side
 // by side.
 template <int ROWS, int COLS>
