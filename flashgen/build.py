@@ -106,12 +106,13 @@ def forward_arch(spec: Spec, arch: Arch) -> Arch:
 @cache
 def with_room(spec: Spec, arch: Arch) -> Spec:
     """The spec of a forward; where tiles of what its score function reads leave no room for the others, without these."""
-    if spec.tiled:
-        try:
-            _forward_plan(spec, arch)
-        except planner.PlanError as error:
-            log.info("%s: %s; its arrays are read element by element", spec, error)
-            return replace(spec, tiled=False)
+    if not (spec.tiled and tiles.of(spec)):
+        return replace(spec, tiled=False)
+    try:
+        _forward_plan(spec, arch)
+    except planner.PlanError as error:
+        log.info("%s: %s; its arrays are read element by element", spec, error)
+        return replace(spec, tiled=False)
     return spec
 
 
@@ -168,6 +169,7 @@ def backward_plans(spec: Spec, arch: Arch) -> tuple[Spec, Plan, Plan | None]:
 
 def _backward_plans(spec: Spec, arch: Arch, may_spill: bool = False) -> tuple[Spec, Plan, Plan | None]:
     own = backward_spec(spec, arch)
+    spec = replace(spec, tiled=own.tiled)
     main = planner.plan(backward_nests.backward(own), spec, arch, may_spill)
     dq = planner.plan(backward_nests.backward_dq(own), own, arch, may_spill) if own.deterministic else None
     return own, main, dq
