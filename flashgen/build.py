@@ -105,7 +105,7 @@ def forward_arch(spec: Spec, arch: Arch) -> Arch:
 
 @cache
 def with_room(spec: Spec, arch: Arch) -> Spec:
-    """The spec of a forward; where tiles of what its score function reads leave no room for the others, without these."""
+    """The spec of a forward; without tiles of what its score function reads where there is no room for them."""
     if not (spec.tiled and tiles.of(spec)):
         return replace(spec, tiled=False)
     try:

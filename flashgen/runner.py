@@ -139,7 +139,8 @@ class Runner:
     def _interpreted(self, bound: Call) -> tuple[build.Stages, ...]:
         from flashgen import build
 
-        return build.forward(self.spec, self.arch) + (build.backward(self.spec, self.arch) if bound.backward else ())
+        spec = replace(self.spec, tiled=False)  # it reads elements, wherever they lie
+        return build.forward(spec, self.arch) + (build.backward(spec, self.arch) if bound.backward else ())
 
     def _bind(
         self, library: Library, stage: str, arrays: dict[str, Any], scale: float | None, options: Options = PLAIN

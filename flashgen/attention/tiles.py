@@ -1,4 +1,4 @@
-"""What a score function reads by [.., q_idx, kv_idx] is a tile of rows of queries and columns of keys, as the scores are.
+"""What a score function reads by [.., q_idx, kv_idx] is a tile: rows of queries and columns of keys, as the scores are.
 
 A loop nest then copies it as it copies keys and values, and takes the element (i, j) of the tile where the function has
 an element of the array. The call says whether an array lies so that tiles of it can be copied (`Spec.tiled`).
@@ -33,13 +33,12 @@ def _is_tile(spec: Spec, array: Array) -> bool:
     indices = _indices(spec, array)
     if len(indices) != 1:  # read at two places: two tiles
         return False
-    *outer, row, column = (Const(0), Const(0), *next(iter(indices)))
+    if array.rank not in (2, 3, 4):
+        return False
+    *outer, row, column = next(iter(indices))
     loads = any(isinstance(node, Load) for part in outer for node in walk(part))
-    return (row, column) == PLACE and array.rank <= OUTER + 2 and not loads and _outside(outer) <= {"b", "h"}
-
-
-def _outside(outer: list[Expr]) -> set[str]:
-    return {name for part in outer for name in variables(part)}
+    uniform = {name for part in outer for name in variables(part)} <= {"b", "h"}
+    return (row, column) == PLACE and uniform and not loads
 
 
 def _indices(spec: Spec, array: Array) -> set[tuple[Expr, ...]]:

@@ -331,8 +331,8 @@ def _box(window: Window, direction: str, names: Names) -> Fields:
     """Where TMA copies from or to, and the device function: that of rows which end before their tensor."""
     batch, head, row, *column = (names.uniform(index) for index in window.origin)
     if window.rows is None:
-        position = {"tensor": window.buffer, "move": f"tma_{direction}", "position": f"{row}, {head}, {batch}"}
-        return position | {"column": "".join(f", {index}" for index in column)}
+        found = {"tensor": window.buffer, "move": f"tma_{direction}", "position": f"{row}, {head}, {batch}"}
+        return {**found, "column": "".join(f", {index}" for index in column)}
     position = f"{row}, {names.uniform(window.rows)}, {head}"
     return {"tensor": window.buffer, "move": f"tma_{direction}_rows", "position": position, "column": ""}
 

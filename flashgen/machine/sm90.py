@@ -298,7 +298,7 @@ class LoadMatrix(Sm90Stmt):
     src: Tile
     transposed: bool = False
     NAME = "load_matrix"
-    NEEDS = "src has landed"
+    NEEDS = "src has landed, and this stage is not released"
     WRITES = ("dst",)
     READS = ("src",)
 

@@ -55,8 +55,8 @@ RISING = (
 PACKING = (
     "calls with few queries of grouped heads take a kernel in which 2 to 64 heads share a tile (--packed shows it)"
 )
-# Bytes of the L2 in a clock of one multiprocessor: 5.5 TB/s, which the kernels without such tiles come near to (an H200,
-# head_dim 128: 5.0 TB/s at 640 TFLOP/s with tiles of 128 x 128).
+# Bytes of the L2 in a clock of one multiprocessor, taken for 5.5 TB/s; not fitted, but kernels that load keys and
+# values alone come near to it: 5.0 TB/s at 640 TFLOP/s with tiles of 128 x 128 (an H200, head_dim 128).
 L2_BYTES_PER_CLOCK = 24
 BARRIER_BYTES = 256  # at most, with the places of the next tiles
 PLACE_BYTES = 32

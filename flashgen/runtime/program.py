@@ -77,7 +77,9 @@ class Program:
             if item.name in self.mapped
         }
         batch_bytes = [
-            0 if item.by_element or item.of_any_size else strides[item.name][0] * item.dtype.bytes for item in self.buffers if item.shape
+            0 if item.by_element or item.of_any_size else strides[item.name][0] * item.dtype.bytes
+            for item in self.buffers
+            if item.shape
         ]
         template = data + bytes(-len(data) % (ALIGNMENT if self.mapped else 8))
         x, y, z, *_ = (*extents, 1, 1)
