@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from attention_cases import assert_close
+from block_lists import add_lists
 from test_sm90 import ALL, ARCH, equals_tile, of, without
 from test_sm90_backward import equals_tile as backward_equals_tile
 from tile_scores import OUTER, score
@@ -88,6 +89,27 @@ def test_the_hopper_backward_equals_its_tile_form(head_dim, options):
     backward_equals_tile(case, nests.backward(spec), seeds=(0,))
     if spec.deterministic:
         backward_equals_tile(case, nests.backward_dq(spec), seeds=(0,))
+
+
+@pytest.mark.parametrize("head_dim", [16, 256])
+@pytest.mark.parametrize("more", [{}, {"sinks": BF16}, {"dropout": True}, {"listed": True}], ids=str)
+def test_what_goes_with_them(more, head_dim):
+    """At head_dim 256 O leaves over V: the first step of a tile is loaded apart from the others."""
+    spec = spec_of("of_both", head_dim, **more)
+    traits = ALL[:2] if spec.dropout else ALL
+    kernel, chosen = planned(spec, traits=traits)
+    assert bool(chosen.covered_by_output) is (head_dim == 256)
+    case = Tiled(spec, "of_both", 2, 2, 1, 200, 300)
+    if spec.listed:
+        add_lists(case, chosen.sizes)
+    equals_tile(spec, case, kernel, chosen, seeds=(0,))
+
+
+def test_a_listed_backward():
+    spec = spec_of("of_both", 64, listed=True)
+    case = Tiled(spec, "of_both", 2, 2, 1, 150, 200)
+    add_lists(case, dict.fromkeys(("block_q", "block_kv"), 128))
+    backward_equals_tile(case, nests.backward(spec), seeds=(0,))
 
 
 def test_every_copy_is_waited_for_and_released_once_a_step():

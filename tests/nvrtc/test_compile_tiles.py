@@ -1,4 +1,4 @@
-"""Kernels that copy tiles of what their score functions read, through the real NVRTC: no spills, no serialized wgmma."""
+"""Kernels that copy tiles of what score functions read, through the real NVRTC: no spills, no serialized wgmma."""
 
 import pytest
 from tile_scores import score
