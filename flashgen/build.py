@@ -24,6 +24,8 @@ from flashgen.plan.plan import Plan
 from flashgen.spec import Spec
 
 log = logging.getLogger("flashgen")
+# Up to so many, the rows of a warpgroup, heads share a tile though what is added to scores is then read by element.
+FEW_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
     """How many heads of a group the forward should pack into a tile, for so many queries."""
     own = forward_arch(spec, arch)
     if own.family != "sm90" or spec.dropout:  # whose random numbers are made for whole tiles of one head
+        return 1
+    if seqlen_q > FEW_QUERIES and with_room(spec.forward(), own).tiled:
         return 1
 
     def block_q(packed: int) -> int:

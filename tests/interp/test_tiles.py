@@ -87,6 +87,8 @@ def test_the_hopper_backward_equals_its_tile_form(head_dim, options):
     spec = spec_of("of_both", head_dim, F16, **options)
     case = Tiled(spec, "of_both", 2, 2, 1, 150, 200)
     backward_equals_tile(case, nests.backward(spec), seeds=(0,))
+    case = Tiled(spec, "of_both", 1, 2, 1, 150, 200, more=(50, 60))
+    backward_equals_tile(case, nests.backward(spec), seeds=(0,))
     if spec.deterministic:
         backward_equals_tile(case, nests.backward_dq(spec), seeds=(0,))
 

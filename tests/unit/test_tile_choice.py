@@ -148,3 +148,13 @@ def test_maps_of_an_array_are_made_for_its_box(launched, monkeypatch):  # noqa: 
     kernel(q, k, k, score_aux=(array,))
     sizes = build.forward(replace(kernel.resolve(None, (array,))[0].spec, tiled=True), HOPPER)[0].plan.sizes
     assert boxes[-1] == (64, sizes["block_q"], 1)
+
+
+def test_few_queries_share_a_tile_and_many_do_not():
+    """Heads that share a tile read by element: that is for decoding."""
+    spec = Spec(128, 128, causal=True, score=score("of_both"), tiled=True)
+    packed = [build.heads_to_pack(spec, HOPPER, queries, 8) for queries in (1, 64, 65, 300)]
+    assert packed[0] == 8 and packed[1] > 1 and packed[2:] == [1, 1]
+    assert build.heads_to_pack(replace(spec, tiled=False), HOPPER, 65, 8) > 1
+    (made,) = build.forward(replace(spec, packed=8), HOPPER)
+    assert "aux_" not in made.machine_text
