@@ -14,6 +14,7 @@ from flashgen.attention import blocks as blocks_nest
 from flashgen.attention import forward as forward_nest
 from flashgen.attention import reads as reads_nest
 from flashgen.attention import sinks as sink_nests
+from flashgen.attention import tiles
 from flashgen.emit.cuda import cuda
 from flashgen.emit.source import Source
 from flashgen.ir.nodes import Kernel
@@ -25,6 +26,8 @@ from flashgen.plan.plan import Plan
 from flashgen.spec import Array, Spec
 
 log = logging.getLogger("flashgen")
+# Up to so many, the rows of a warpgroup, heads share a tile though what is added to scores is then read by element.
+FEW_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
 def forward(spec: Spec, arch: Arch) -> tuple[Stages, ...]:
     """The forward's one kernel; heads are packed where the chip's own family has it."""
     own = forward_arch(spec, arch)
-    planned = spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1, length="")
-    return (_forward(planned, own),)
+    planned = spec.forward() if own.family == "sm90" else replace(spec.forward(), packed=1, length="", tiled=False)
+    return (_forward(with_room(planned, own), own),)
 
 
 def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
@@ -73,9 +76,11 @@ def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
     own = forward_arch(spec, arch)
     if own.family != "sm90" or spec.dropout:  # whose random numbers are made for whole tiles of one head
         return 1
+    if seqlen_q > FEW_QUERIES and with_room(spec.forward(), own).tiled:
+        return 1
 
     def block_q(packed: int) -> int:
-        return _forward_plan(replace(spec.forward(), packed=packed), own).sizes["block_q"]
+        return _forward_plan(with_room(replace(spec.forward(), packed=packed), own), own).sizes["block_q"]
 
     return packing.heads_to_pack(seqlen_q, group, block_q)
 
@@ -99,11 +104,24 @@ def forward_arch(spec: Spec, arch: Arch) -> Arch:
         log.info("%s: float32 is multiplied by mma.sync; the %s kernels run", spec, own.name)
     if (spec.mask or spec.score or spec.dropout) and own.portable:
         try:
-            _forward_plan(spec.forward(), own)
+            _forward_plan(with_room(spec.forward(), own), own)
         except planner.PlanError as error:
             log.info("%s: %s", spec, error)
             return portable_record(own)
     return own
+
+
+@cache
+def with_room(spec: Spec, arch: Arch) -> Spec:
+    """The spec of a forward; without tiles of what its score function reads where there is no room for them."""
+    if not (spec.tiled and tiles.of(spec)):
+        return replace(spec, tiled=False)
+    try:
+        _forward_plan(spec, arch)
+    except planner.PlanError as error:
+        log.info("%s: %s; its arrays are read element by element", spec, error)
+        return replace(spec, tiled=False)
+    return spec
 
 
 @cache
@@ -145,6 +163,9 @@ def backward_plans(spec: Spec, arch: Arch) -> tuple[Spec, Plan, Plan | None]:
     if takes_more:
         apart = replace(spec, deterministic=True)
         ways += [(apart, arch)]
+        if backward_spec(spec, arch).tiled:  # else the same once more
+            spec, apart = (replace(way, tiled=False) for way in (spec, apart))
+            ways += [(spec, arch), (apart, arch)]
         ways += [(way, portable_record(arch)) for way in (spec, apart) if arch.portable]
     for way, chip in ways[:-1]:
         try:
@@ -156,6 +177,7 @@ def backward_plans(spec: Spec, arch: Arch) -> tuple[Spec, Plan, Plan | None]:
 
 def _backward_plans(spec: Spec, arch: Arch, may_spill: bool = False) -> tuple[Spec, Plan, Plan | None]:
     own = backward_spec(spec, arch)
+    spec = replace(spec, tiled=own.tiled)
     main = planner.plan(backward_nests.backward(own), spec, arch, may_spill)
     dq = planner.plan(backward_nests.backward_dq(own), own, arch, may_spill) if own.deterministic else None
     return own, main, dq
@@ -164,7 +186,9 @@ def _backward_plans(spec: Spec, arch: Arch, may_spill: bool = False) -> tuple[Sp
 def backward_spec(spec: Spec, arch: Arch) -> Spec:
     """What the backward of a spec is made for: any length, one head in a tile; deterministic where dQ is made apart."""
     apart = arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v)
-    return replace(spec, packed=1, length="", deterministic=spec.deterministic or apart)
+    spec = replace(spec, packed=1, length="")
+    tiled = arch.family == "sm90" and tiles.in_backward(spec)
+    return replace(spec, tiled=tiled, deterministic=spec.deterministic or apart)
 
 
 def backward_with(spec: Spec, main: Plan, dq: Plan | None = None) -> tuple[Stages, ...]:

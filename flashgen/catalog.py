@@ -47,6 +47,7 @@ SPECS = (
     Spec(128, 128, BF16, causal=True, varlen=True),  # packed sequences
     replace(with_functions(True, mask_mod=masks.document), listed=True),  # walks the lists of flashgen.block_mask
     Spec(576, 512, BF16, causal=True, shared_kv=True),  # MLA: values are the first columns of the keys
+    replace(with_functions(False, score_mod=scores.bias, score_dtypes=(BF16,)), tiled=True),  # added by tiles
 )
 
 BLOCK_SIZE = 64  # of the kernel that counts for lists, by default

@@ -172,7 +172,7 @@ class Runner:
     def _interpreted(self, bound: Call) -> tuple[build.Stages, ...]:
         from flashgen import build
 
-        spec = interpreted(self.spec)
+        spec = replace(interpreted(self.spec), tiled=False)  # it reads elements, wherever they lie
         return build.forward(spec, self.arch) + (build.backward(spec, self.arch) if bound.backward else ())
 
     def _bind(
@@ -246,7 +246,7 @@ class Runner:
                 "%s: k or v has no whole number of rows from batch to batch; the %s kernels run", self, arch.portable
             )
             arch = portable_record(arch)
-        spec = replace(self.spec, aligned=aligned)
+        spec = replace(self.spec, aligned=aligned, tiled=self._tiled(arch, problem, library, arrays))
         queries = problem.seqlen_q if options.queries is None else options.queries
         made = self.programs(stage, self._for_sizes(spec, arch, problem, queries) if stage == "forward" else spec, arch)
         read |= self._take_lists(call, [program.stages for program in made], options)
@@ -257,6 +257,17 @@ class Runner:
     def _through(self, problem: Problem, strides: Mapping[str, tuple[int, ...]]) -> list[tuple[int, int] | None]:
         """How rows of k and of v are counted through all batches, None where they cannot be."""
         return [through_batches(strides[name], problem.batch, problem.seqlen_k) for name in "kv"]
+
+    def _tiled(self, arch: Arch, problem: Problem, library: Library, arrays: dict[str, Any]) -> bool:
+        """True where TMA copies tiles of what the score function reads by query and key."""
+        if arch.family != "sm90" or not self.spec.arrays:
+            return False
+        from flashgen.runtime import tiles
+
+        reason = tiles.unfit(self.spec, problem, library, arrays)
+        if reason:
+            log.info("%s: %s; it is read element by element", self, reason)
+        return not reason and tiles.any_fit(self.spec)
 
     def _take_lists(self, call: Call, made: Iterable[build.Stages], options: Options) -> dict[str, tuple[int, ...]]:
         """Note which lists of blocks these kernels walk; how each of them lies."""
@@ -293,6 +304,10 @@ class Runner:
         if self.spec.used and not self.spec.varlen:
             counted = zip("kv", self._through(problem, strides), strict=True)
             scalars |= {batch_rows(name): through[1] for name, through in counted if through}
+        if self.spec.arrays:
+            from flashgen.runtime import tiles
+
+            scalars |= tiles.scalars(self.spec, strides)
         if stage == "backward":
             for name, heads, seqlen, width in (
                 ("dq", problem.heads, problem.seqlen_q, self.spec.head_dim),

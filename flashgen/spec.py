@@ -62,6 +62,8 @@ class Spec:
     sinks: the type of the array with a logit for each head that takes part in the denominators; None without.
     listed: loops over blocks walk lists that a call brings (flashgen.block_mask), not all blocks between limits.
     shared_kv: values are the first head_dim_v columns of the keys, and are read from the keys' tile; a forward alone.
+    tiled: arrays that the score function reads by [.., q_idx, kv_idx] lie so that TMA copies tiles of them
+        (attention/tiles.py); only Hopper's kernels heed it.
     """
 
     head_dim: int = 128
@@ -80,6 +82,7 @@ class Spec:
     dropout: bool = False
     listed: bool = False
     shared_kv: bool = False
+    tiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -133,6 +136,7 @@ class Spec:
         flags += [self.length] if self.length else []
         flags += ["listed"] if self.listed else []
         flags += ["sharedkv"] if self.shared_kv else []
+        flags += ["tiled"] if self.tiled else []
         return "_".join([dims, self.dtype.cuda, *flags])
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-from flashgen.attention import dropout, lists, parts
+from flashgen.attention import dropout, lists, parts, tiles
 from flashgen.attention.parts import (
     BATCHES,
     BLOCK_KV,
@@ -118,7 +118,7 @@ def backward(spec: Spec) -> Kernel:
     return Kernel(
         name="attention_backward",
         level=Level.TILE,
-        scalars=(*parts.SIZES, *SCALES, *dropout.scalars(spec)),
+        scalars=(*parts.SIZES, *SCALES, *dropout.scalars(spec), *tiles.scalars(spec)),
         axes=(
             Axis("kv_block", ceil_div(SEQLEN_K, BLOCK_KV)),
             Axis("head_kv", HEADS_KV),
@@ -159,6 +159,7 @@ def _backward_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.shared("dout_tile", spec, "block_q", "head_dim_v"),
         Buffer("lse_tile", ("block_q",), F32, Space.SHARED),
         Buffer("delta_tile", ("block_q",), F32, Space.SHARED),
+        *tiles.buffers(spec),
         parts.shared("k_tile", spec, "block_kv", "head_dim"),
         parts.shared("v_tile", spec, "block_kv", "head_dim_v"),
         parts.shared("dk_tile", spec, "block_kv", "head_dim"),
@@ -192,6 +193,7 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
     return (
         Copy("q_tile", parts.rows_of("q", head, Q_START)),
         Copy("lse_tile", parts.rows_of("lse_log2", head, Q_START)),
+        *parts.tile_copies(spec),
         Copy("dout_tile", parts.rows_of("dout", head, Q_START)),
         Copy("delta_tile", parts.rows_of("delta", head, Q_START)),
         Gemm("s", "k_tile", "q_tile", transpose_b=True, note="keys are rows: s is the transpose of Q K^T"),
@@ -283,7 +285,7 @@ def backward_dq(spec: Spec) -> Kernel:
     return Kernel(
         name="attention_backward_dq",
         level=Level.TILE,
-        scalars=(*parts.SIZES, *SCALES, *dropout.scalars(spec)),
+        scalars=(*parts.SIZES, *SCALES, *dropout.scalars(spec), *tiles.scalars(spec)),
         axes=axes,
         buffers=_backward_dq_buffers(spec),
         body=(
@@ -313,6 +315,7 @@ def _backward_dq_buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.shared("dout_tile", spec, "block_q", "head_dim_v"),
         parts.shared("k_tile", spec, "block_kv", "head_dim"),
         parts.shared("v_tile", spec, "block_kv", "head_dim_v"),
+        *tiles.buffers(spec),
         parts.shared("dq_tile", spec, "block_q", "head_dim"),
         *(parts.register(name, "block_q") for name in ("lse_row", "delta_row")),
         *(parts.register(name, "block_q", "block_kv") for name in ("s", "p", "dp", "ds")),
@@ -329,6 +332,7 @@ def _dq_only_step(spec: Spec) -> tuple[Stmt, ...]:
     """One block of keys."""
     return (
         Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
+        *parts.tile_copies(spec),
         Copy("v_tile", parts.rows_of("v", HEAD_KV, KV_START)),
         Gemm("s", "q_tile", "k_tile", transpose_b=True),
         *_scored(spec),

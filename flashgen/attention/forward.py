@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from flashgen.attention import dropout, lists, parts, sinks
+from flashgen.attention import dropout, lists, parts, sinks, tiles
 from flashgen.attention.parts import (
     BATCHES,
     GROUP,
@@ -45,6 +45,7 @@ def forward(spec: Spec) -> Kernel:
             *parts.SIZES,
             Scalar("scale_log2" if spec.score is None else "scale", F32),
             *dropout.scalars(spec),
+            *tiles.scalars(spec),
         ),
         axes=(
             Axis("q_block", ceil_div(SEQLEN_Q, parts.positions(spec)), longest_first=parts.longest_first(spec)),
@@ -84,6 +85,7 @@ def _buffers(spec: Spec) -> tuple[Buffer, ...]:
         parts.shared("q_tile", spec, "block_q", "head_dim"),
         parts.shared("k_tile", spec, "block_kv", "head_dim"),
         *(() if spec.shared_kv else (parts.shared("v_tile", spec, "block_kv", "head_dim_v"),)),
+        *tiles.buffers(spec),
         parts.shared("o_tile", spec, "block_q", "head_dim_v"),
         parts.register("s", "block_q", "block_kv"),
         parts.register("p", "block_q", "block_kv"),
@@ -110,6 +112,7 @@ def _step(spec: Spec) -> tuple[Stmt, ...]:
         product, values = replace(product, b="k_tile", columns="head_dim_v", note=note), ()
     return (
         Copy("k_tile", parts.rows_of("k", HEAD_KV, KV_START)),
+        *parts.tile_copies(spec),
         *values,
         Gemm("s", "q_tile", "k_tile", transpose_b=True),
         *scored,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from flashgen import masks, trace
-from flashgen.attention import lists
+from flashgen.attention import lists, tiles
 from flashgen.calculus import affine, derivative, grows, tame
 from flashgen.ir.dtype import F32, I32
 from flashgen.ir.expr import (
@@ -70,8 +70,12 @@ def register(name: str, *shape: str, dtype=F32) -> Buffer:
 
 def arrays(spec: Spec) -> tuple[Buffer, ...]:
     """What the mask and the score function of the spec read. They come behind the other global arrays."""
+    by_tiles = tiles.of(spec)
     return tuple(
-        Buffer(item.name, ("any",) * item.rank, item.dtype, Space.GLOBAL, by_element=True) for item in spec.arrays
+        tiles.whole(item)
+        if item in by_tiles
+        else Buffer(item.name, ("any",) * item.rank, item.dtype, Space.GLOBAL, by_element=True)
+        for item in spec.arrays
     )
 
 
@@ -99,6 +103,11 @@ def masked(spec: Spec, transposed: bool = False, queries: bool = False) -> Stmt:
     """The scores of hidden elements become -inf; of a listed block only where its entry says that there are some."""
     expr = select(visible(spec, transposed, queries), load("s", I, J), NEG_INF)
     return lists.masked(expr) if spec.listed else Map("s", expr, note="mask")
+
+
+def tile_copies(spec: Spec) -> tuple[Stmt, ...]:
+    """The tiles that the score function reads at a step."""
+    return tuple(tiles.copies(spec, {"b": BATCH, "h": HEAD}, (Q_START, KV_START)))
 
 
 def over_keys(spec: Spec, head: Expr, step: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
@@ -191,7 +200,7 @@ def of_element(expr: Expr, spec: Spec, transposed: bool = False) -> Expr:
 
     Where queries are columns the compiler would spill for sums of floats.
     """
-    expr = substitute(expr, arguments_of(spec, transposed))
+    expr = substitute(tiles.read(expr, spec, transposed), arguments_of(spec, transposed))
     return _gathered(expr if transposed else _in_floats(expr))
 
 

@@ -93,6 +93,11 @@ class Names:
         return {stmt.dst.buffer for stmt in loads if stmt.beside}
 
     @cached_property
+    def loaded_as_matrices(self) -> set[str]:
+        """Tiles that warps load into registers."""
+        return {stmt.src.buffer for stmt in statements(self.kernel.body) if isinstance(stmt, sm90.LoadMatrix)}
+
+    @cached_property
     def _parts(self) -> dict[str, set[str]]:
         """The parts of each shared tile that products read."""
         found: dict[str, set[str]] = {}
@@ -179,6 +184,8 @@ class Names:
             return f"{load.buffer}_{column}"
         if buffer.space is Space.REGISTER:
             indices = {I: row, J: column}
+            if buffer.dtype.bytes == 2:
+                return f"unpacked<{buffer.dtype.cuda}>({load.buffer}[{row}][({column}) / 2], ({column}) % 2)"
             return load.buffer + "".join(f"[{indices[index]}]" for index in load.index)  # type: ignore[index]
         coordinates = {I: f"{fragment}::row({row})", J: f"{fragment}::col({column})"}
         if len(buffer.shape) == 2:
@@ -330,6 +337,8 @@ def _hopper(stmt: sm90.Sm90Stmt, names: Names) -> Fields:
         beside = [f"{names.kernel.buffer(name).shape[0].upper()} * 4" for name in stmt.beside]
         more = {"full": _barrier(stmt.dst, "full", names), "policy": policy, "beside_bytes": " + ".join(beside)}
         return _box(stmt.src, "load", names) | more
+    if isinstance(stmt, sm90.LoadMatrix):
+        return {"load": "load_matrix_transposed" if stmt.transposed else "load_matrix"}
     if isinstance(stmt, sm90.TmaStore):
         tile = camel(stmt.src.buffer)
         positions = _positions(stmt.dst, names.kernel.buffer(stmt.src.buffer), names)
@@ -377,21 +386,22 @@ def _initial(names: Names) -> list[Fields]:
 def _lanes_read(tile: str, names: Names) -> str:
     """What every lane of a warp reads by itself of a stage, in words."""
     buffer = names.kernel.buffer(tile)
-    if len(buffer.shape) == 2 and not names.is_tile(buffer):
+    if (len(buffer.shape) == 2 and not names.is_tile(buffer)) or tile in names.loaded_as_matrices:
         return "it"
     return "the vectors that came with it" if tile in names.accompanied else ""
 
 
 def _box(window: Window, direction: str, names: Names) -> Fields:
     """Where TMA copies from or to, and the device function: that of rows which end before their tensor."""
-    batch, head, row = (names.uniform(index) for index in window.origin)
+    batch, head, row, *column = (names.uniform(index) for index in window.origin)
     if window.rows is None:
-        return {"tensor": window.buffer, "move": f"tma_{direction}", "position": f"{row}, {head}, {batch}"}
+        found = {"tensor": window.buffer, "move": f"tma_{direction}", "position": f"{row}, {head}, {batch}"}
+        return {**found, "column": "".join(f", {index}" for index in column)}
     through = batch_rows(window.buffer)
     if through in names.scalars:
         row = names.uniform(window.origin[0] * Var(through) + window.origin[2])
     position = f"{row}, {names.uniform(window.rows)}, {head}"
-    return {"tensor": window.buffer, "move": f"tma_{direction}_rows", "position": position}
+    return {"tensor": window.buffer, "move": f"tma_{direction}_rows", "position": position, "column": ""}
 
 
 def _positions(window: Window, tile: Buffer, names: Names) -> str:

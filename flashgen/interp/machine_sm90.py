@@ -158,6 +158,15 @@ def _rescore(block: Block, warp: Warp, stmt: sm90.Rescore) -> None:
     warp.registers[stmt.dst] = np.matmul(a.T, _operand(block, warp, stmt, stmt.b, columns, True))
 
 
+def _load_matrix(block: Block, warp: Warp, stmt: sm90.LoadMatrix) -> None:
+    if warp.index not in mbarriers.phases_of(block, warp, stmt.src).seen:
+        raise hazard(warp, stmt, f"{stmt.src.buffer} is read without a wait for its load")
+    rows, columns = rows_of(block, warp, stmt.dst)[:, None], columns_of(block, warp, stmt.dst)
+    place = (columns, rows) if stmt.transposed else (rows, columns)
+    warp.registers[stmt.dst] = block.shared.read(block.access(warp, stmt, stmt.src), *place)
+    block.trace.shared(block.plan.arch, block.shared.nbytes(stmt.src.buffer, rows.size * columns.size))
+
+
 def _fence_stores(block: Block, warp: Warp, stmt: sm90.FenceStores) -> None:
     block.shared.fence(warp.index)
 
@@ -232,6 +241,7 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.MapAsking: _guarded(BASE[MapFragment]),
     sm90.IfAnyLarge: _if_any_large,
     sm90.Rescore: _guarded(_rescore),
+    sm90.LoadMatrix: _guarded(_load_matrix),
     sm90.FenceStores: _fence_stores,
     sm90.TmaStore: _tma_store,
     sm90.WaitStored: _wait_stored,

@@ -75,6 +75,11 @@ class Buffer:
     by_element: bool = False
     by_column: bool = False
 
+    @property
+    def of_any_size(self) -> bool:
+        """True for a global array whose sizes are its own, not those of the call: what functions read."""
+        return self.shape[:1] == ("any",)
+
 
 @dataclass(frozen=True)
 class Window:

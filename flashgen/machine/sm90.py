@@ -327,6 +327,19 @@ class MapAsking(MapFragment, Sm90Stmt):
 
 
 @dataclass(frozen=True)
+class LoadMatrix(Sm90Stmt):
+    """dst = src, or its transpose, packed: each warp reads its part of a tile by 8 x 8 matrices."""
+
+    dst: str
+    src: Tile
+    transposed: bool = False
+    NAME = "load_matrix"
+    NEEDS = "src has landed, and this stage is not released"
+    WRITES = ("dst",)
+    READS = ("src",)
+
+
+@dataclass(frozen=True)
 class IfAnyLarge(Sm90Stmt):
     """The body, where an element of src in this warp is 2 or more, or no number: a bit of its exponent says so."""
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import product
 
 from flashgen.attention.varlen import ROW_BLOCK
-from flashgen.ir.nodes import Kernel
+from flashgen.ir.nodes import Kernel, Space
 from flashgen.ir.visit import heads_in_tile
 from flashgen.plan import cost
 from flashgen.plan.arch import Arch
@@ -70,6 +70,9 @@ RISING = (
 PACKING = (
     "calls with few queries of grouped heads take a kernel in which 2 to 64 heads share a tile (--packed shows it)"
 )
+# Bytes of the L2 in a clock of one multiprocessor, taken for 5.5 TB/s; not fitted, but kernels that load keys and
+# values alone come near to it: 5.0 TB/s at 640 TFLOP/s with tiles of 128 x 128 (an H200, head_dim 128).
+L2_BYTES_PER_CLOCK = 24
 BARRIER_BYTES = 256  # at most, with the places of the next tiles
 PLACE_BYTES = 32
 # The time with tiles that are no whole blocks of a list, where one with such tiles takes 1: they have a part in more
@@ -94,6 +97,7 @@ def candidates(kernel: Kernel, sizes: Mapping[str, int]) -> Iterator[Candidate]:
     # What is dropped would hide a guess that was too low, and random numbers take longer than maxima.
     guesses: tuple[tuple[str, ...], ...] = () if cost.draws(kernel) else ((GUESS,),)
     more = cost.takes_functions(kernel)
+    added = tuple((name, 2) for name in added_tiles(kernel))
     guesses += ((),) if more else ()
     backwards = cost.rises(kernel) and not cost.listed(kernel) and not cost.draws(kernel)
     guesses += ((GUESS, LAST_FIRST),) if backwards else ()
@@ -106,10 +110,16 @@ def candidates(kernel: Kernel, sizes: Mapping[str, int]) -> Iterator[Candidate]:
         yield Candidate(
             blocks=(("block_q", 64 * along_rows), ("block_kv", block_kv)),
             warps=4 * warpgroups + 4,
-            stages=(*zip(("k_tile", "v_tile"), stages, strict=False), *((("q_tile", 2),) if ahead else ())),
+            stages=(*zip(("k_tile", "v_tile"), stages, strict=False), *added, *((("q_tile", 2),) if ahead else ())),
             layouts=output_layouts(tile_names(kernel), 4 * along_rows, across),
             traits=(order, *turns, *guess),
         )
+
+
+def added_tiles(kernel: Kernel) -> tuple[str, ...]:
+    """The shared tiles of rows of queries and columns of keys, of which a score function reads the elements."""
+    shape = ("block_q", "block_kv")
+    return tuple(item.name for item in kernel.buffers if item.space is Space.SHARED and item.shape == shape)
 
 
 def make(
@@ -172,7 +182,9 @@ def allocate(sizes: dict[str, int], candidate: Candidate, limit: int) -> tuple[t
     stages = dict(candidate.stages)
     placed: list[Placement] = []
     offset = 0
-    for name, rows, cols in (item for item in INPUTS if item[0] in ("q_tile", *stages)):
+    given = [item for item in INPUTS if item[0] in ("q_tile", *stages)]
+    added = [(name, "block_q", "block_kv") for name in stages if name not in (name for name, *_ in INPUTS)]
+    for name, rows, cols in (*added, *given):  # V last: O may lie over it
         placed.append(_panels(name, offset, sizes[rows], sizes[cols], stages.get(name, 1)))
         offset = placed[-1].end
     covered: tuple[str, ...] = ()
@@ -193,9 +205,15 @@ def registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     """The estimate for a thread that computes: scores, the packed operand that is still read, output, and the rest."""
     width = sizes["head_dim_v"] // (WARPGROUPS if divides_output(kernel, sizes) else 1)
     tiles = sizes["block_kv"] // 2 + sizes["block_kv"] // 4 + width // 2
-    tiles += _loading_registers(kernel, sizes) + SHARED_REGISTERS * shares_values(kernel)
+    tiles += _added_registers(kernel, sizes) + _loading_registers(kernel, sizes)
+    tiles += SHARED_REGISTERS * shares_values(kernel)
     tiles += DIVIDED_REGISTERS * (divides_output(kernel, sizes) and cost.takes_functions(kernel))
     return tiles + OVERHEAD_REGISTERS + _function_registers(kernel, sizes) + _random_registers(kernel, sizes)
+
+
+def _added_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
+    """What is added to the scores, packed; some of it takes the place of what functions take (counted)."""
+    return max(sizes["block_kv"] // 4 * len(added_tiles(kernel)) - FUNCTION_REGISTERS, 0)
 
 
 def _unguessed_registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> int:
@@ -259,12 +277,20 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     held = 2 if shares_values(kernel) else 1  # stages in use, so that with no more of them a load is waited for
     latency += STEP_LATENCY * sum(count == held for name, count in candidate.stages if name != "q_tile")
     clocks = max(matrix, softmax) + min(matrix, softmax) / (1 + warpgroups) + latency
+    clocks = max(clocks, _traffic(kernel, sizes) / L2_BYTES_PER_CLOCK)
     total = clocks * 1e6 / (2 * elements * (sizes["head_dim"] + sizes["head_dim_v"])) * _factor(kernel, candidate)
     why = (
         f"{needed / KIB:.1f} KiB, {taken} registers; a step takes {matrix:.0f} clocks of matrix work, "
         f"{softmax:.0f} of softmax" + ", most steps twice" * (GUESS in candidate.traits and cost.rises(kernel))
     ) + ", both warpgroups computing the scores" * (copies > 1)
     return Verdict(candidate, cost=total, why=why)
+
+
+def _traffic(kernel: Kernel, sizes: dict[str, int]) -> int:
+    """Bytes that a step loads where tiles of rows and columns are among them; 0 where keys and values are all."""
+    added = len(added_tiles(kernel)) * sizes["block_q"] * panel_bytes(sizes["block_kv"])
+    keys = sizes["block_kv"] * (panel_bytes(sizes["head_dim"]) + panel_bytes(sizes["head_dim_v"]))
+    return added + keys if added else 0
 
 
 def _factor(kernel: Kernel, candidate: Candidate) -> float:

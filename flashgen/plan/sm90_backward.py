@@ -30,7 +30,7 @@ from flashgen.plan.cost import (
     takes_functions,
 )
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
-from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS
+from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS, added_tiles
 from flashgen.plan.smem import panel_bytes
 
 KERNELS = ("attention_backward", "attention_backward_dq")
@@ -51,6 +51,8 @@ STEP_LATENCY = 1400
 # What a single stage adds to that, as a part of it. The first tile of a step is read again by its last product, so with
 # one stage of it no load runs while it computes (an H200, head_dim 256: -15 to -20 %); the second waits a little.
 SINGLE_STAGE = {"q_tile": 3 / 4, "k_tile": 3 / 4, "dout_tile": 1 / 8, "v_tile": 1 / 8}
+# Of a tile that is free as soon as it is in registers, while the step goes on (not measured yet).
+ADDED_SINGLE_STAGE = 1 / 8
 # The time of a step whose product of P and dO is issued early, where "late" takes 1: issuing a product with an operand
 # in registers holds its warps up until it runs (an H200 at 4096: 1.02 to 1.12).
 EARLY = 1.06
@@ -83,7 +85,9 @@ def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
         return
     own, other = ("block_kv", "block_q") if kernel.name == "attention_backward" else ("block_q", "block_kv")
     traits: tuple[tuple[str, ...], ...] = (("late",), ()) if _has_trait(kernel) else ((),)
-    for warpgroups, block, depths, trait in product((2, 3), BLOCKS, ((2, 2), (2, 1), (1, 1)), traits):
+    for warpgroups, block, depths, trait, added in product(
+        (2, 3), BLOCKS, ((2, 2), (2, 1), (1, 1)), traits, _added(kernel)
+    ):
         layouts = dict.fromkeys((item.name for item in _register_tiles(kernel)), (4 * warpgroups, 1))
         if _adds_dq(kernel):
             layout = _dq_layout(warpgroups, block, sizes)
@@ -95,10 +99,16 @@ def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
         yield Candidate(
             blocks=((own, 64 * warpgroups), (other, block)),
             warps=4 * warpgroups + 4,
-            stages=(*staged, *exchanged),
+            stages=(*staged, *added, *exchanged),
             layouts=tuple(layouts.items()),
             traits=trait,
         )
+
+
+def _added(kernel: Kernel) -> list[tuple[tuple[str, int], ...]]:
+    """The stages of tiles that score functions read: two, or one, which is free as soon as it is in registers."""
+    names = added_tiles(kernel)
+    return [tuple((name, depth) for name in names) for depth in ((2, 1) if names else (1,))]
 
 
 def dq_apart(head_dim: int, head_dim_v: int) -> bool:
@@ -108,8 +118,8 @@ def dq_apart(head_dim: int, head_dim_v: int) -> bool:
 
 def _divided_candidates(kernel: Kernel) -> Iterator[Candidate]:
     layouts = tuple((item.name, (4, 1)) for item in _register_tiles(kernel))
-    for block_q, (q, dout), handed in product(BLOCKS, ((2, 2), (2, 1), (1, 1)), (2, 1)):
-        stages = (("q_tile", q), ("lse_tile", q), ("dout_tile", dout), ("delta_tile", dout), (HANDED, handed))
+    for block_q, (q, dout), handed, added in product(BLOCKS, ((2, 2), (2, 1), (1, 1)), (2, 1), _added(kernel)):
+        stages = (("q_tile", q), ("lse_tile", q), ("dout_tile", dout), ("delta_tile", dout), *added, (HANDED, handed))
         blocks = (("block_kv", 64), ("block_q", block_q))
         yield Candidate(blocks, 12, stages, layouts, ("divided",))
 
@@ -157,6 +167,7 @@ def _mbarriers(kernel: Kernel, candidate: Candidate) -> tuple[tuple[str, int], .
     """Full ones for every tile that is loaded, empty ones where it is loaded again and again."""
     stages = dict(candidate.stages)
     loaded = [name for name in ("k_tile", "v_tile", "q_tile", "dout_tile") if kernel.buffer(name)]
+    loaded += added_tiles(kernel)
     found = []
     for name in loaded:
         kinds = ("full", "empty") if name in stages else ("full",)
@@ -209,7 +220,9 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         loaded = loaded_registers(kernel, sizes, (4, 1), LOADING_REGISTERS)
         loading = (widest + tile) // 2 + loaded if loaded else 0  # dV, the scores
         random = 12 * (draws(kernel) and scores(kernel))
-        return max((widest + 2 * tile + tile // 2) // 2, loading) + OVERHEAD_REGISTERS + random  # dK or dV, P, dP, dS
+        tiles = (widest + tile) // 2 + tile // 4 * len(added_tiles(kernel))  # dV, the scores, what is added to them
+        alive = max((widest + 2 * tile + tile // 2) // 2, loading, tiles)  # dK or dV, P, dP, dS
+        return alive + OVERHEAD_REGISTERS + random
     threads = 32 * (candidate.warps - 4)
     tiles = accumulator_registers(kernel, sizes, threads, dict(candidate.layouts))
     replaced = "late" in candidate.traits if _has_trait(kernel) else on_scores(kernel)[0] < MANY_FUNCTIONS
@@ -220,7 +233,8 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         tiles -= sizes["block_q"] * sizes["block_kv"] // 2 // threads
     plain = kernel.name == "attention_backward" and not _adds_dq(kernel) and not takes_functions(kernel)
     overhead = (PLAIN_OVERHEAD_REGISTERS if plain else OVERHEAD_REGISTERS) + _random_registers(kernel, sizes)
-    return max(tiles + overhead, _while_computing(kernel, sizes, threads), _while_loading(kernel, sizes, threads))
+    computing = _while_computing(kernel, sizes, threads), _while_loading(kernel, sizes, threads)
+    return max(tiles + overhead, *computing, _while_adding(kernel, sizes, threads))
 
 
 def _random_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
@@ -256,6 +270,12 @@ def _while_loading(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
     return loaded + _held(kernel, sizes, threads, {"s", "dp", "slope"}) if loaded else 0
 
 
+def _while_adding(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
+    """Registers of a thread where tiles of what is added to the scores are there, packed."""
+    added = sizes["block_q"] * sizes["block_kv"] // 2 // threads * len(added_tiles(kernel))
+    return added + _held(kernel, sizes, threads, {"s", "dp", "slope"}) + OVERHEAD_REGISTERS if added else 0
+
+
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
     """Reject a candidate with a sentence, or give its cost."""
     sizes = sizes | dict(candidate.blocks)
@@ -273,7 +293,8 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     depth = sum(sizes[name] for name in products)
     matrix = elements * depth / arch.matrix_rate
     softmax = elements * (1 / arch.exp_rate + 4 / 128)
-    waited = sum(SINGLE_STAGE.get(name, 0) for name, count in candidate.stages if count == 1)
+    single = SINGLE_STAGE | dict.fromkeys(added_tiles(kernel), ADDED_SINGLE_STAGE)
+    waited = sum(single.get(name, 0) for name, count in candidate.stages if count == 1)
     clocks = (matrix + softmax / 2 + STEP_LATENCY * (1 + waited)) * (1 if "late" in candidate.traits else EARLY)
     why = (
         f"{needed / KIB:.1f} KiB, {taken} registers; a step takes {matrix:.0f} clocks of matrix work, "

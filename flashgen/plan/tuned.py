@@ -182,9 +182,11 @@ def kind(spec: Spec) -> str:
     """What the mask and score functions are: their names, without the numbers in them; "" where there are none.
 
     window=(1024, 0) is "window", softcap=50.0 "softcap", both "window_softcap", scores.bias of bfloat16 "bias_bf16": a
-    line for one size is taken for all. What a user wrote has the name of its text, which no line has.
+    line for one size is taken for all. What a user wrote has the name of its text, which no line has. Where tiles of
+    arrays are copied it ends in "tiled": there is less room for the other tiles then.
     """
-    return "_".join(word for function in (spec.mask, spec.score) if function for word in _words(function))
+    words = [word for function in (spec.mask, spec.score) if function for word in _words(function)]
+    return "_".join([*words, *(["tiled"] if spec.tiled else [])])
 
 
 def _words(function: Function) -> Iterator[str]:
@@ -199,9 +201,9 @@ def _words(function: Function) -> Iterator[str]:
 def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:
     """The measured choice for a kernel, or None; the usual one for a length without a line of its own.
 
-    Functions of a kind without lines take the line without functions.
+    Functions of a kind without lines take the line without functions, but for those that take other tiles.
     """
-    kinds = (kind(spec), "") if spec.mask or spec.score else ("",)
+    kinds = (kind(spec), *([] if spec.tiled else [""])) if spec.mask or spec.score else ("",)
     keys = (_key(kernel, replace(spec, length=length), arch, of) for of in kinds for length in (spec.length, ""))
     return next((TABLE[key] for key in keys if key in TABLE), None)
 

@@ -16,7 +16,7 @@ from flashgen.ir.dtype import I32
 from flashgen.ir.expr import evaluate
 from flashgen.ir.nodes import Buffer, Space
 from flashgen.machine.sm90_facts import box, mapped
-from flashgen.runtime import launch, tile_counters
+from flashgen.runtime import launch, tile_counters, tiles
 from flashgen.runtime.compile import Cubin, nvrtc
 from flashgen.runtime.dropping import LAYOUT, Drop
 from flashgen.runtime.launch import MAX_BLOCKS, Launcher
@@ -80,7 +80,9 @@ class Program:
             if item.name in self.mapped
         }
         batch_bytes = [
-            0 if item.by_element and item.name != USED else strides[item.name][0] * item.dtype.bytes
+            0
+            if item.of_any_size or (item.by_element and item.name != USED)
+            else strides[item.name][0] * item.dtype.bytes
             for item in self.buffers
             if item.shape
         ]
@@ -118,8 +120,10 @@ class Program:
 
     def _map(self, item: Buffer, strides: Strides, scalars: Mapping[str, int | float]) -> TensorMap:
         """How TMA sees an array of (batch, head, row, column): a box is 64 columns of some rows of some heads."""
-        batches, heads, rows, cols = (int(scalars[dim]) for dim in item.shape)
         block = (64, *box(self.stages.machine, item.name, self.stages.plan.sizes))
+        if item.of_any_size:
+            return tiles.tensor_map(item.dtype.name, tuple(strides), block)
+        batches, heads, rows, cols = (int(scalars[dim]) for dim in item.shape)
         if item.name in self._counted:  # padded batches, whose rows are counted through all of them
             through = through_batches(strides, batches, rows)
             assert through is not None, "a call of such batches takes the portable kernels"

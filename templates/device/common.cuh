@@ -249,6 +249,13 @@ __device__ __forceinline__ void ldmatrix(uint32 (&m)[4], uint32 address) {
                : "r"(address));
 }
 
+// Four matrices as by ldmatrix, each transposed.
+__device__ __forceinline__ void ldmatrix_transposed(uint32 (&m)[4], uint32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address));
+}
+
 // acc[0..1][0..1] += a (16 x 16) b (16 x 8), where acc[h][c] is row lane / 4 + 8 h, column 2 * (lane % 4) + c.
 template <class T>
 __device__ __forceinline__ void mma(float& c0, float& c1, float& c2, float& c3, const uint32 (&a)[4], uint32 b0, uint32 b1);

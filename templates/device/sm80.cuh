@@ -60,13 +60,6 @@ __device__ __forceinline__ void copy_vector_async(float* target, const float* so
   }
 }
 
-// Four matrices as by ldmatrix, each transposed.
-__device__ __forceinline__ void ldmatrix_transposed(uint32 (&m)[4], uint32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address));
-}
-
 // acc += a[:, 16 rows of depth] b[16 rows of depth, :]. `b_first` is this lane's ldmatrix address for depth 0, column 0.
 template <class T, class BTile, bool B_IS_NK, int ROWS, int COLS>
 __device__ __forceinline__ void multiply_depth(float (&acc)[ROWS][COLS], const uint32 (&a)[ROWS / 2][4], uint32 b_first,

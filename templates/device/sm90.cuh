@@ -127,7 +127,7 @@ __device__ __forceinline__ uint64 leave_cache_first() {
 // A tile lands in its panels and ends the phase of `full`; elements out of range are zeros, and count as bytes.
 // BESIDE: bytes of vectors that land in the same phase.
 template <class Tile, int BESIDE = 0>
-__device__ __forceinline__ void tma_load(SharedAddress tile, uint64* full, const TensorMap& map, int row, int head, int batch, uint64 policy) {
+__device__ __forceinline__ void tma_load(SharedAddress tile, uint64* full, const TensorMap& map, int row, int head, int batch, uint64 policy, int column = 0) {
   const uint32 barrier = shared_address(full);
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(Tile::BYTES + BESIDE) : "memory");
 #pragma unroll 1  // the loading thread has few registers
@@ -135,7 +135,7 @@ __device__ __forceinline__ void tma_load(SharedAddress tile, uint64* full, const
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::
             "r"(tile.address() + panel * Tile::PANEL_BYTES),
-        "l"(&map), "r"(barrier), "r"(panel * 64), "r"(row), "r"(head), "r"(batch), "l"(policy)
+        "l"(&map), "r"(barrier), "r"(column + panel * 64), "r"(row), "r"(head), "r"(batch), "l"(policy)
         : "memory");
   }
 }
@@ -272,6 +272,46 @@ __device__ __forceinline__ void store_panels(SharedAddress tile, const uint32 (&
                      Tile::piece(tile, row, j + lane / 16)),
                  "r"(values[0][j]), "r"(values[1][j]), "r"(values[0][j + 1]), "r"(values[1][j + 1])
                  : "memory");
+  }
+}
+
+// One of the two numbers of a register.
+template <class T>
+__device__ __forceinline__ float unpacked(uint32 pair, int which);
+template <>
+__device__ __forceinline__ float unpacked<bf16>(uint32 pair, int which) {
+  return __uint_as_float(which ? pair & 0xffff0000 : pair << 16);
+}
+template <>
+__device__ __forceinline__ float unpacked<fp16>(uint32 pair, int which) {
+  return to_float(fp16{static_cast<unsigned short>(which ? pair >> 16 : pair)});
+}
+
+// A warp's part of a tile in panels, packed, in the order of an accumulator.
+template <class Fragment, class Tile, int ROWS, int PAIRS>
+__device__ __forceinline__ void load_matrix(uint32 (&values)[ROWS][PAIRS], SharedAddress tile) {
+  static_assert(ROWS == 2 && PAIRS % 2 == 0, "a warp holds 16 rows, and an instruction loads 16 columns");
+  const int lane = threadIdx.x % 32;
+  const int row = Fragment::first_row() + lane % 16;
+#pragma unroll
+  for (int j = 0; j < PAIRS; j += 2) {
+    uint32 part[4];
+    ldmatrix(part, Tile::piece(tile, row, j + lane / 16));
+    values[0][j] = part[0], values[1][j] = part[1], values[0][j + 1] = part[2], values[1][j + 1] = part[3];
+  }
+}
+
+// The same of a tile whose transpose is wanted: rows of the part are columns of the tile.
+template <class Fragment, class Tile, int ROWS, int PAIRS>
+__device__ __forceinline__ void load_matrix_transposed(uint32 (&values)[ROWS][PAIRS], SharedAddress tile) {
+  static_assert(ROWS == 2 && PAIRS % 2 == 0, "a warp holds 16 rows, and an instruction loads 16 columns");
+  const int lane = threadIdx.x % 32;
+  const int piece = Fragment::first_row() / 8 + lane / 8 % 2;
+#pragma unroll
+  for (int j = 0; j < PAIRS; j += 2) {
+    uint32 part[4];
+    ldmatrix_transposed(part, Tile::piece(tile, 8 * (j + lane / 16) + lane % 8, piece));
+    values[0][j] = part[0], values[1][j] = part[1], values[0][j + 1] = part[2], values[1][j + 1] = part[3];
   }
 }
 

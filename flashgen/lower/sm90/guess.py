@@ -17,7 +17,7 @@ from flashgen.ir.nodes import Buffer, For, Kernel, Space, Stmt, Tile
 from flashgen.ir.visit import Body, rewrite, statements
 from flashgen.lower.sm90.roles import in_role
 from flashgen.machine.base import FillFragment, MapFragment, PackFragment, ReduceRows
-from flashgen.machine.sm90 import IfAnyLarge, Rescore, WaitFull, Wgmma
+from flashgen.machine.sm90 import IfAnyLarge, LoadMatrix, Rescore, WaitFull, Wgmma
 from flashgen.plan.plan import Plan
 
 # In powers of two: a row's scores may grow by one more before a step is done again. bfloat16 has the range of float32,
@@ -91,7 +91,7 @@ def _guessed(loop: Stmt, offset: Expr) -> Stmt:
     scores = loop.body[products[0]]
     assert isinstance(scores, Wgmma) and isinstance(scores.a, Tile)
     head, middle = loop.body[: products[1] + 1], loop.body[products[1] + 1 :]
-    masked = tuple(stmt for stmt in middle if access(stmt).writes == {scores.acc})
+    masked = tuple(stmt for stmt in middle if access(stmt).writes == {scores.acc} or isinstance(stmt, LoadMatrix))
     weights = tuple(stmt for stmt in middle if isinstance(stmt, MapFragment) and stmt.dst == "p")
     waits = tuple(replace(stmt, behind=STEP_SUM) for stmt in middle if isinstance(stmt, WaitFull))
     packed = tuple(stmt for stmt in middle if isinstance(stmt, PackFragment))

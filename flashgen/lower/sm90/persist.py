@@ -7,7 +7,7 @@ from dataclasses import replace
 from flashgen.attention.parts import GROUP
 from flashgen.attention.varlen import ARRAYS, ROW_BLOCK
 from flashgen.ir.dtype import I32
-from flashgen.ir.expr import Const, Expr, Load, Var, maximum, minimum, variables, walk
+from flashgen.ir.expr import Binary, Const, Expr, Load, Var, maximum, minimum, variables, walk
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Axis, Buffer, For, Kernel, Let, Scalar, Space, Stmt, Tile
 from flashgen.ir.visit import Body, inline_lets, rewrite, statements, substitute_stmt
@@ -33,6 +33,7 @@ Q_BLOCKS, BATCHES = Var("q_blocks"), Var("batches")
 PLACE = ("q_block", "head", "batch")
 NO_TILE = Const(-1)
 NEXT = "the next tile, as the producer has published it"
+TOGETHER = "the batches of a head together: they may add the same to their scores"
 SLOT = Tile("next_tile", DONE % 2)
 
 
@@ -53,7 +54,9 @@ def take_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     if plan.dynamic:
         kernel = kernel.with_buffer(Buffer("tile_counter", (), I32, Space.GLOBAL))
         following = AskTile(TILE.name, note="not before this one is loaded: who asks early may get more than its share")
+    together = any(item.of_any_size and not item.by_element for item in kernel.buffers)
     order = _longest_first(head_axis, plan, kernel.scalars) if q_axis.longest_first else _in_order(q_axis, head_axis)
+    order = _batches_together(order, head_axis) if together else order
     turn = (*order, *kernel.body, following, Assign(DONE.name, DONE + 1))
     body = (
         Let(Q_BLOCKS.name, q_axis.extent),
@@ -79,6 +82,18 @@ def _in_order(q_axis: Axis, head_axis: Axis) -> tuple[Stmt, ...]:
     if q_axis.name == ROW_BLOCK.name:
         return Let(ROW_BLOCK.name, TILE % Q_BLOCKS), Let(head_axis.name, pair)
     return Let("q_block", TILE % Q_BLOCKS), Let(head_axis.name, pair % heads), Let("batch", pair // heads)
+
+
+def _batches_together(order: tuple[Stmt, ...], head_axis: Axis) -> tuple[Stmt, ...]:
+    """The batches of a head one after the other, not the heads of a batch.
+
+    They then run at the same time, and read what is added to the scores of each of them from the L2.
+    """
+    head, batch = order[-2:]
+    assert isinstance(head, Let) and isinstance(batch, Let)
+    assert isinstance(head.value, Binary) and isinstance(batch.value, Binary)
+    pair = head.value.x
+    return (*order[:-2], Let(head_axis.name, pair // BATCHES, note=TOGETHER), Let(batch.name, pair % BATCHES))
 
 
 def _longest_first(head_axis: Axis, plan: Plan, scalars: tuple[Scalar, ...]) -> tuple[Stmt, ...]:

@@ -20,6 +20,7 @@ from flashgen.machine.sm90 import (
     FenceStores,
     HandOver,
     IfAnyLarge,
+    LoadMatrix,
     TakeOver,
     TmaLoad,
     TmaStore,
@@ -80,8 +81,8 @@ def guard_reads(kernel: Kernel, plan: Plan) -> Kernel:
         result: list[Stmt] = []
         seen: set[Tile] = set()
         awaited = {stmt.tile for stmt in body if isinstance(stmt, WaitFull)}
-        for stmt in within(body, change, NESTED):
-            if isinstance(stmt, Wgmma):
+        for stmt in within(body, change):  # what is done again has been waited for
+            if isinstance(stmt, Wgmma | LoadMatrix):
                 places = [place for place in stmt.reads() if isinstance(place, Tile) and place.buffer in loaded]
                 # what is waited for further down for another product's sake has not landed before this one
                 tiles = [place for place in places if place.buffer not in known or place in awaited]
@@ -159,7 +160,8 @@ def _waited(kernel: Kernel, body: Body, returned: set[str], later: set[Tile]) ->
     for at, stmt in enumerate(body):
         if isinstance(stmt, NESTED):
             finish(len(flying) if isinstance(stmt, For | WhileLoop) else _conflicts(stmt, flying))
-            stmt = replace(stmt, body=_waited(kernel, stmt.body, returned, later))  # type: ignore[attr-defined, call-arg]
+            own = set() if isinstance(stmt, IfAnyLarge) else returned  # behind what may be done again they are released
+            stmt = replace(stmt, body=_waited(kernel, stmt.body, own, later))  # type: ignore[attr-defined, call-arg]
         elif isinstance(stmt, Assign) and stmt.name in _counted(held, flying):
             finish(len(flying))  # a stage has its name only until the counter goes on
             release(())
@@ -170,6 +172,8 @@ def _waited(kernel: Kernel, body: Body, returned: set[str], later: set[Tile]) ->
             finish(_conflicts(stmt, flying))
         release(body[at:])
         result.append(stmt)
+        if isinstance(stmt, LoadMatrix) and stmt.src.buffer in returned:
+            held[stmt.src] = None
     finish(len(flying))
     release(())
     return tuple(result)
@@ -289,9 +293,14 @@ def keep_in_cache(kernel: Kernel, plan: Plan) -> Kernel:
 
     Invariant: none; a hint.
     """
-    once = _loaded_once(kernel)
+    once = {*_loaded_once(kernel), *_read_as_matrices(kernel)}
 
     def change(stmt: Stmt) -> Stmt:
         return replace(stmt, reuse=stmt.dst.buffer not in once) if isinstance(stmt, TmaLoad) else stmt
 
     return rewrite_kernel(kernel, change)
+
+
+def _read_as_matrices(kernel: Kernel) -> set[str]:
+    """Tiles of what differs by query and key: no other block of the head reads them."""
+    return {stmt.src.buffer for stmt in statements(kernel.body) if isinstance(stmt, LoadMatrix)}

@@ -1,0 +1,391 @@
+// attention_backward: d128_bf16_bias_bf16_tiled.
+// Written by flashgen; edit the IR or the templates, not this file.
+//
+// plan attention_backward for sm_90a
+//   tile kv 128 x q 64, 12 warps, 2 stages, late (chosen by cost model)
+//   block_q = 64, block_kv = 128, head_dim = 128, head_dim_v = 128
+//   384 threads, about 224 registers each, 1 a multiprocessor
+//   shared memory 230512 of 232448 bytes
+//          0 ..  32768  q_tile, 2 x 16384 bytes, 256 bytes a row
+//      32768 ..  65536  dout_tile, 2 x 16384 bytes, 256 bytes a row
+//      65536 ..  98304  aux_biases_tile, 2 x 16384 bytes, 256 bytes a row
+//      98304 .. 131072  dk_tile, 1 x 32768 bytes, 256 bytes a row
+//      98304 .. 131072  k_tile, 1 x 32768 bytes, 256 bytes a row
+//     131072 .. 163840  dv_tile, 1 x 32768 bytes, 256 bytes a row
+//     131072 .. 163840  v_tile, 1 x 32768 bytes, 256 bytes a row
+//     163840 .. 196608  ds_tile, 2 x 16384 bytes, 128 bytes a row
+//     196608 .. 197120  lse_tile, 2 x 256 bytes, 4 bytes a row
+//     197120 .. 197632  delta_tile, 2 x 256 bytes, 4 bytes a row
+//     197632 .. 230400  dq_part, 1 x 32768 bytes, 512 bytes a row
+//   warps of s: 8 along rows, 1 along columns
+//   warps of p: 8 along rows, 1 along columns
+//   warps of dp: 8 along rows, 1 along columns
+//   warps of ds: 8 along rows, 1 along columns
+//   warps of p_operand: 8 along rows, 1 along columns
+//   warps of ds_operand: 8 along rows, 1 along columns
+//   warps of dk_acc: 8 along rows, 1 along columns
+//   warps of dv_acc: 8 along rows, 1 along columns
+//   warps of dk_out: 8 along rows, 1 along columns
+//   warps of dv_out: 8 along rows, 1 along columns
+//   warps of dq_acc: 4 along rows, 2 along columns
+
+#include "flashgen/common.cuh"
+#include "flashgen/sm90.cuh"
+
+using element = bf16;
+
+constexpr int THREADS = 256;  // 8 warps
+constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
+constexpr int PRODUCER_THREADS = 128;  // of which one loads
+constexpr int BLOCK_Q = 64;
+constexpr int BLOCK_KV = 128;
+constexpr int HEAD_DIM = 128;
+constexpr int HEAD_DIM_V = 128;
+constexpr int REDUCTION_WIDTH = 4;  // floats in one atomic addition
+
+// shared memory: rows x columns, bytes from row to row
+using QTile = PanelTile<BLOCK_Q, HEAD_DIM>;
+constexpr int Q_TILE_OFFSET = 0;
+using DoutTile = PanelTile<BLOCK_Q, HEAD_DIM_V>;
+constexpr int DOUT_TILE_OFFSET = 32768;
+using AuxBiasesTile = PanelTile<BLOCK_Q, BLOCK_KV>;
+constexpr int AUX_BIASES_TILE_OFFSET = 65536;
+using DkTile = PanelTile<BLOCK_KV, HEAD_DIM>;
+constexpr int DK_TILE_OFFSET = 98304;
+using KTile = PanelTile<BLOCK_KV, HEAD_DIM>;
+constexpr int K_TILE_OFFSET = 98304;
+using DvTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
+constexpr int DV_TILE_OFFSET = 131072;
+using VTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
+constexpr int V_TILE_OFFSET = 131072;
+using DsTile = PanelTile<BLOCK_KV, BLOCK_Q>;
+constexpr int DS_TILE_OFFSET = 163840;
+constexpr int LSE_TILE_OFFSET = 196608;
+constexpr int DELTA_TILE_OFFSET = 197120;
+constexpr int DQ_PART_OFFSET = 197632;
+constexpr int K_TILE_FULL_OFFSET = 230400;
+constexpr int V_TILE_FULL_OFFSET = 230408;
+constexpr int Q_TILE_FULL_OFFSET = 230416;
+constexpr int Q_TILE_EMPTY_OFFSET = 230432;
+constexpr int DOUT_TILE_FULL_OFFSET = 230448;
+constexpr int DOUT_TILE_EMPTY_OFFSET = 230464;
+constexpr int AUX_BIASES_TILE_FULL_OFFSET = 230480;
+constexpr int AUX_BIASES_TILE_EMPTY_OFFSET = 230496;
+
+// register tiles: rows x columns, warps along each
+using S = Fragment<BLOCK_KV, BLOCK_Q, 8, 1>;
+using DkAcc = Fragment<BLOCK_KV, HEAD_DIM, 8, 1>;
+using DvAcc = Fragment<BLOCK_KV, HEAD_DIM_V, 8, 1>;
+using DqAcc = Fragment<BLOCK_Q, HEAD_DIM, 4, 2>;
+
+// acc (+)= a b, 64 x 64 x 16 a warpgroup
+__device__ __forceinline__ void wgmma_64x64x16_shared(float (&acc)[2][16], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %36, 0;\n"
+    "add.u32 low, %32, %33; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %34, %35; mov.b64 b_desc, {low, 1073741888};\n"
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, a_desc, b_desc, p, 1, 1, 0, 0; }"
+  :
+  "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
+  "+f"(acc[0][4]), "+f"(acc[0][5]), "+f"(acc[1][4]), "+f"(acc[1][5]), "+f"(acc[0][6]), "+f"(acc[0][7]), "+f"(acc[1][6]), "+f"(acc[1][7]),
+  "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11]),
+  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15])
+  : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
+}
+// acc (+)= a b, 64 x 128 x 16 a warpgroup
+__device__ __forceinline__ void wgmma_64x128x16_registers(float (&acc)[2][32], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 b_desc; setp.ne.b32 p, %70, 0;\n"
+    "add.u32 low, %68, %69; mov.b64 b_desc, {low, 1073741888};\n"
+    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, {%64, %65, %66, %67}, b_desc, p, 1, 1, 1; }"
+  :
+  "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
+  "+f"(acc[0][4]), "+f"(acc[0][5]), "+f"(acc[1][4]), "+f"(acc[1][5]), "+f"(acc[0][6]), "+f"(acc[0][7]), "+f"(acc[1][6]), "+f"(acc[1][7]),
+  "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11]),
+  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15]),
+  "+f"(acc[0][16]), "+f"(acc[0][17]), "+f"(acc[1][16]), "+f"(acc[1][17]), "+f"(acc[0][18]), "+f"(acc[0][19]), "+f"(acc[1][18]), "+f"(acc[1][19]),
+  "+f"(acc[0][20]), "+f"(acc[0][21]), "+f"(acc[1][20]), "+f"(acc[1][21]), "+f"(acc[0][22]), "+f"(acc[0][23]), "+f"(acc[1][22]), "+f"(acc[1][23]),
+  "+f"(acc[0][24]), "+f"(acc[0][25]), "+f"(acc[1][24]), "+f"(acc[1][25]), "+f"(acc[0][26]), "+f"(acc[0][27]), "+f"(acc[1][26]), "+f"(acc[1][27]),
+  "+f"(acc[0][28]), "+f"(acc[0][29]), "+f"(acc[1][28]), "+f"(acc[1][29]), "+f"(acc[0][30]), "+f"(acc[0][31]), "+f"(acc[1][30]), "+f"(acc[1][31])
+  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(b_step), "r"(accumulate));
+}
+// acc (+)= a b, 64 x 64 x 16 a warpgroup
+__device__ __forceinline__ void wgmma_64x64x16_shared_transposed(float (&acc)[2][16], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %36, 0;\n"
+    "add.u32 low, %32, %33; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %34, %35; mov.b64 b_desc, {low, 1073741888};\n"
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, a_desc, b_desc, p, 1, 1, 1, 1; }"
+  :
+  "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
+  "+f"(acc[0][4]), "+f"(acc[0][5]), "+f"(acc[1][4]), "+f"(acc[1][5]), "+f"(acc[0][6]), "+f"(acc[0][7]), "+f"(acc[1][6]), "+f"(acc[1][7]),
+  "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11]),
+  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15])
+  : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
+}
+
+struct Args {
+  TensorMap q;  // batches, heads, seqlen_q, head_dim
+  TensorMap k;  // batches, heads, seqlen_k, head_dim
+  TensorMap v;  // batches, heads, seqlen_k, head_dim_v
+  TensorMap dout;  // batches, heads, seqlen_q, head_dim_v
+  Vector<float> lse_log2;  // batches, heads, seqlen_q_padded
+  Vector<float> delta;  // batches, heads, seqlen_q_padded
+  TensorMap dk;  // batches, heads, seqlen_k, head_dim
+  TensorMap dv;  // batches, heads, seqlen_k, head_dim_v
+  Tensor<float> dq_workspace;  // batches, heads, seqlen_q_padded, head_dim
+  TensorMap score_biases;  // any, any, seqlen_q, seqlen_k
+  int seqlen_q;
+  int seqlen_k;
+  int heads;
+  int heads_kv;
+  int group;
+  int batches;
+  float scale_log2;
+  float scale;
+  int aux_biases_tile_last0;
+  int aux_biases_tile_last1;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLOCKS) attention_backward(const __grid_constant__ Args args) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
+  const SharedAddress dout_tile = {shared + DOUT_TILE_OFFSET};
+  const SharedAddress aux_biases_tile = {shared + AUX_BIASES_TILE_OFFSET};
+  const SharedAddress dk_tile = {shared + DK_TILE_OFFSET};
+  const SharedAddress k_tile = {shared + K_TILE_OFFSET};
+  const SharedAddress dv_tile = {shared + DV_TILE_OFFSET};
+  const SharedAddress v_tile = {shared + V_TILE_OFFSET};
+  const SharedAddress ds_tile = {shared + DS_TILE_OFFSET};
+  float* const lse_tile = reinterpret_cast<float*>(shared + LSE_TILE_OFFSET);
+  float* const delta_tile = reinterpret_cast<float*>(shared + DELTA_TILE_OFFSET);
+  float* const dq_part = reinterpret_cast<float*>(shared + DQ_PART_OFFSET);
+  uint64* const k_tile_full = reinterpret_cast<uint64*>(shared + K_TILE_FULL_OFFSET);
+  uint64* const v_tile_full = reinterpret_cast<uint64*>(shared + V_TILE_FULL_OFFSET);
+  uint64* const q_tile_full = reinterpret_cast<uint64*>(shared + Q_TILE_FULL_OFFSET);
+  uint64* const q_tile_empty = reinterpret_cast<uint64*>(shared + Q_TILE_EMPTY_OFFSET);
+  uint64* const dout_tile_full = reinterpret_cast<uint64*>(shared + DOUT_TILE_FULL_OFFSET);
+  uint64* const dout_tile_empty = reinterpret_cast<uint64*>(shared + DOUT_TILE_EMPTY_OFFSET);
+  uint64* const aux_biases_tile_full = reinterpret_cast<uint64*>(shared + AUX_BIASES_TILE_FULL_OFFSET);
+  uint64* const aux_biases_tile_empty = reinterpret_cast<uint64*>(shared + AUX_BIASES_TILE_EMPTY_OFFSET);
+
+  const int warpgroup = uniform(threadIdx.x / 128);
+  const int head_kv = blockIdx.x;
+  const int kv_block = blockIdx.y;
+  const int batch = blockIdx.z;
+
+  float s[S::ROWS][S::COLS];
+  float p[S::ROWS][S::COLS];
+  float dp[S::ROWS][S::COLS];
+  float ds[S::ROWS][S::COLS];
+  uint32 p_operand[S::ROWS][S::PAIRS];
+  uint32 ds_operand[S::ROWS][S::PAIRS];
+  float dk_acc[DkAcc::ROWS][DkAcc::COLS];
+  float dv_acc[DvAcc::ROWS][DvAcc::COLS];
+  uint32 dk_out[DkAcc::ROWS][DkAcc::PAIRS];
+  uint32 dv_out[DvAcc::ROWS][DvAcc::PAIRS];
+  float dq_acc[DqAcc::ROWS][DqAcc::COLS];
+  uint32 aux_biases_values[S::ROWS][S::PAIRS];
+
+  if (threadIdx.x == 0) {
+    init_barriers<1>(k_tile_full, 1);
+    init_barriers<1>(v_tile_full, 1);
+    init_barriers<2>(q_tile_full, 1);
+    init_barriers<2>(q_tile_empty, 8);
+    init_barriers<2>(dout_tile_full, 1);
+    init_barriers<2>(dout_tile_empty, 8);
+    init_barriers<2>(aux_biases_tile_full, 1);
+    init_barriers<2>(aux_biases_tile_empty, 8);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  const int kv_start = kv_block * BLOCK_KV;
+  // one thread keeps the stages full
+  if (threadIdx.x >= THREADS) {
+    give_registers<24>();
+    if (threadIdx.x == THREADS) {
+      tma_load<KTile>(k_tile, k_tile_full, args.k, kv_start, head_kv, batch, leave_cache_first());
+      tma_load<VTile>(v_tile, v_tile_full, args.v, kv_start, head_kv, batch, leave_cache_first());
+      int step = 0;
+      for (int head_in_group = 0; head_in_group < args.group; ++head_in_group) {
+        #pragma unroll 1  // the loading thread has few registers
+        for (int q_block = 0; q_block < (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q; ++q_block) {
+          const int head = head_kv * args.group + head_in_group;
+          const int q_start = q_block * BLOCK_Q;
+          wait_barrier(q_tile_empty + step % 2, (step / 2 % 2 + 1) % 2);
+          tma_load<QTile, BLOCK_Q * 4>(q_tile + step % 2 * QTile::BYTES, q_tile_full + step % 2, args.q, q_start, head, batch, keep_in_cache());
+          load_vector<BLOCK_Q>(lse_tile + step % 2 * BLOCK_Q, q_tile_full + step % 2, args.lse_log2.at(batch, head, q_start));
+          wait_barrier(aux_biases_tile_empty + step % 2, (step / 2 % 2 + 1) % 2);
+          tma_load<AuxBiasesTile>(aux_biases_tile + step % 2 * AuxBiasesTile::BYTES, aux_biases_tile_full + step % 2, args.score_biases, q_start, min(head, args.aux_biases_tile_last1), min(batch, args.aux_biases_tile_last0), leave_cache_first(), kv_start);
+          wait_barrier(dout_tile_empty + step % 2, (step / 2 % 2 + 1) % 2);
+          tma_load<DoutTile, BLOCK_Q * 4>(dout_tile + step % 2 * DoutTile::BYTES, dout_tile_full + step % 2, args.dout, q_start, head, batch, keep_in_cache());
+          load_vector<BLOCK_Q>(delta_tile + step % 2 * BLOCK_Q, dout_tile_full + step % 2, args.delta.at(batch, head, q_start));
+          step = step + 1;
+        }
+      }
+    }
+    return;
+  }
+
+  if (threadIdx.x < THREADS) {
+    take_registers<240>();
+    const uint32 k_tile_own_rows = uniform(KTile::start(k_tile) + warpgroup * KTile::WARPGROUP_STEP);
+    const uint32 v_tile_operand = uniform(VTile::start(v_tile) + warpgroup * VTile::WARPGROUP_STEP);
+    const uint32 k_tile_own_columns = uniform(KTile::start(k_tile) + warpgroup * KTile::PANEL_STEP);
+    wait_barrier(k_tile_full, 0);
+    wait_barrier(v_tile_full, 0);
+    fill(dk_acc, 0.0f);
+    fill(dv_acc, 0.0f);
+    int step = 0;
+    for (int head_in_group = 0; head_in_group < args.group; ++head_in_group) {
+      for (int q_block = 0; q_block < (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q; ++q_block) {
+        const int head = head_kv * args.group + head_in_group;
+        const int q_start = q_block * BLOCK_Q;
+        const uint32 q_tile_operand = uniform(QTile::start(q_tile + step % 2 * QTile::BYTES));
+        const uint32 dout_tile_operand = uniform(DoutTile::start(dout_tile + step % 2 * DoutTile::BYTES));
+        const uint32 ds_tile_operand = uniform(DsTile::start(ds_tile + step % 2 * DsTile::BYTES));
+        wait_barrier(q_tile_full + step % 2, step / 2 % 2);
+        // keys are rows: s is the transpose of Q K^T
+        begin_products();
+        #pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; ++k) {
+          wgmma_64x64x16_shared(s, k_tile_own_rows, KTile::k_major(k), q_tile_operand, QTile::k_major(k), k > 0);
+        }
+        commit_products();
+        wait_barrier(dout_tile_full + step % 2, step / 2 % 2);
+        begin_products();
+        #pragma unroll
+        for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
+          wgmma_64x64x16_shared(dp, v_tile_operand, VTile::k_major(k), dout_tile_operand, DoutTile::k_major(k), k > 0);
+        }
+        commit_products();
+        wait_barrier(aux_biases_tile_full + step % 2, step / 2 % 2);
+        load_matrix_transposed<S, AuxBiasesTile>(aux_biases_values, aux_biases_tile + step % 2 * AuxBiasesTile::BYTES);
+        wait_products<1>();
+        settle(s);
+        __syncwarp();  // every lane has read it
+        arrive_warp(aux_biases_tile_empty + step % 2);
+        // bias_bf16
+        #pragma unroll
+        for (int i = 0; i < S::ROWS; ++i) {
+          #pragma unroll
+          for (int j = 0; j < S::COLS; ++j) {
+            s[i][j] = s[i][j] * args.scale + unpacked<bf16>(aux_biases_values[i][(j) / 2], (j) % 2);
+          }
+        }
+        // only tiles on a boundary are masked
+        if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || q_start + (BLOCK_Q - 1) >= args.seqlen_q) {
+          #pragma unroll
+          for (int i = 0; i < S::ROWS; ++i) {
+            #pragma unroll
+            for (int j = 0; j < S::COLS; ++j) {
+              s[i][j] = S::col_offset(j) < (kv_start + S::row(i) < args.seqlen_k ? args.seqlen_q - q_start : 0) - S::lane_col() ? s[i][j] : -INF;
+            }
+          }
+        }
+        #pragma unroll
+        for (int i = 0; i < S::ROWS; ++i) {
+          #pragma unroll
+          for (int j = 0; j < S::COLS; ++j) {
+            p[i][j] = exp2_approx(s[i][j] * 1.4426950408889634f - lse_tile[step % 2 * BLOCK_Q + S::col(j)]);
+          }
+        }
+        wait_products<0>();
+        settle(dp);
+        #pragma unroll
+        for (int i = 0; i < S::ROWS; ++i) {
+          #pragma unroll
+          for (int j = 0; j < S::COLS; ++j) {
+            ds[i][j] = p[i][j] * (dp[i][j] - delta_tile[step % 2 * BLOCK_Q + S::col(j)]);
+          }
+        }
+        #pragma unroll
+        for (int i = 0; i < S::ROWS; ++i) {
+          #pragma unroll
+          for (int j = 0; j < S::PAIRS; ++j) {
+            p_operand[i][j] = pack<element>(p[i][2 * j], p[i][2 * j + 1]);
+          }
+        }
+        #pragma unroll
+        for (int i = 0; i < S::ROWS; ++i) {
+          #pragma unroll
+          for (int j = 0; j < S::PAIRS; ++j) {
+            ds_operand[i][j] = pack<element>(ds[i][2 * j], ds[i][2 * j + 1]);
+          }
+        }
+        // dQ needs every key of the block
+        store_panels<S, DsTile>(ds_tile + step % 2 * DsTile::BYTES, ds_operand);
+        begin_products();
+        #pragma unroll
+        for (int k = 0; k < BLOCK_Q / 16; ++k) {
+          wgmma_64x128x16_registers(dv_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], dout_tile_operand, DoutTile::mn_major(k), 1);
+        }
+        commit_products();
+        fence_stores();
+        // ds_tile is whole
+        consumer_barrier<THREADS>();
+        begin_products();
+        #pragma unroll
+        for (int k = 0; k < BLOCK_KV / 16; ++k) {
+          wgmma_64x64x16_shared_transposed(dq_acc, ds_tile_operand, DsTile::mn_major(k), k_tile_own_columns, KTile::mn_major(k), k > 0);
+        }
+        commit_products();
+        begin_products();
+        #pragma unroll
+        for (int k = 0; k < BLOCK_Q / 16; ++k) {
+          wgmma_64x128x16_registers(dk_acc, ds_operand[0][2 * k], ds_operand[1][2 * k], ds_operand[0][2 * k + 1], ds_operand[1][2 * k + 1], q_tile_operand, QTile::mn_major(k), 1);
+        }
+        commit_products();
+        wait_products<1>();
+        settle(dv_acc);
+        settle(dq_acc);
+        __syncwarp();  // every lane has read the vectors that came with it
+        arrive_warp(dout_tile_empty + step % 2);
+        // other blocks of keys add to the same rows
+        reduce_fragment<REDUCTION_WIDTH>(args.dq_workspace.at(batch, head, q_start), dq_part, dq_acc, warp_of_tile<2>());
+        wait_products<0>();
+        settle(dk_acc);
+        __syncwarp();  // every lane has read the vectors that came with it
+        arrive_warp(q_tile_empty + step % 2);
+        step = step + 1;
+      }
+    }
+
+    #pragma unroll
+    for (int i = 0; i < DkAcc::ROWS; ++i) {
+      #pragma unroll
+      for (int j = 0; j < DkAcc::PAIRS; ++j) {
+        dk_out[i][j] = pack<element>(dk_acc[i][2 * j] * args.scale, dk_acc[i][2 * j + 1] * args.scale);
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < DvAcc::ROWS; ++i) {
+      #pragma unroll
+      for (int j = 0; j < DvAcc::PAIRS; ++j) {
+        dv_out[i][j] = pack<element>(dv_acc[i][2 * j], dv_acc[i][2 * j + 1]);
+      }
+    }
+    // every warp is done with the tiles that this one lies over
+    consumer_barrier<THREADS>();
+    store_panels<DkAcc, DkTile>(dk_tile, dk_out);
+    fence_stores();
+    warpgroup_barrier(warpgroup);
+    // every warp is done with the tiles that this one lies over
+    consumer_barrier<THREADS>();
+    store_panels<DvAcc, DvTile>(dv_tile, dv_out);
+    fence_stores();
+    warpgroup_barrier(warpgroup);
+    tma_store<DkTile>(args.dk, kv_start, head_kv, batch, dk_tile, warpgroup);
+    tma_store<DvTile>(args.dv, kv_start, head_kv, batch, dv_tile, warpgroup);
+    // shared memory outlives the copies from it
+    wait_stored();
+  }
+}
