@@ -232,7 +232,7 @@ def block_counts(spec: Spec, arch: Arch, block_size: int) -> Stages:
 @cache
 def backward_aux(spec: Spec, arch: Arch, part: backward_aux_nest.Part) -> Stages:
     """The kernel of one part of the gradient of an array; every chip runs the portable one."""
-    spec = replace(spec, packed=1, length="", deterministic=False, sinks=None, listed=False)
+    spec = replace(spec, packed=1, length="", deterministic=False, sinks=None, listed=False, tiled=False)
     nest = backward_aux_nest.backward_aux(spec, part)
     portable = portable_record(arch) if arch.portable else arch
     return _finish(nest, planner.plan(nest, spec, portable, may_spill=True), spec)
