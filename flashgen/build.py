@@ -80,7 +80,10 @@ def heads_to_pack(spec: Spec, arch: Arch, seqlen_q: int, group: int) -> int:
         return 1
 
     def block_q(packed: int) -> int:
-        return _forward_plan(with_room(replace(spec.forward(), packed=packed), own), own).sizes["block_q"]
+        try:
+            return _forward_plan(with_room(replace(spec.forward(), packed=packed), own), own).sizes["block_q"]
+        except planner.PlanError:  # of functions that load for rows of several heads
+            return 0
 
     return packing.heads_to_pack(seqlen_q, group, block_q)
 

@@ -23,11 +23,12 @@ def heads_to_pack(seqlen_q: int, group: int, block_q: Callable[[int], int]) -> i
     """Heads of a group that should share a tile: 1 where tiles of one head are nearly as full as those of several.
 
     Else the power of two among the group's divisors whose tiles are the fullest; of equals the least. block_q: rows of
-    a tile, by the heads that share it.
+    a tile, by the heads that share it; 0 where none has room.
     """
     counts = [1 << n for n in range(1, MAX_PACKED.bit_length()) if group % (1 << n) == 0]
     if not counts or not seqlen_q:
         return 1
-    full = {count: fullness(seqlen_q, block_q(count) // count) for count in (1, *counts)}
+    positions = {count: block_q(count) // count for count in (1, *counts)}
+    full = {count: fullness(seqlen_q, some) if some else 0.0 for count, some in positions.items()}
     best = max(counts, key=lambda count: (full[count], -count))
     return best if full[1] < NEARLY * full[best] else 1

@@ -143,6 +143,15 @@ TABLE: dict[Key, Measured] = {
         " --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum", "last block first"),
     ),
+    ("sm_90a", "attention_forward", 128, 128, True, "alibi", "long"): Measured(
+        (("block_q", 128), ("block_kv", 160)),
+        12,
+        (2, 2),
+        "NVIDIA H200, 2026-12-03, 601 TFLOP/s beside 583 with 128 keys, at 16384: "
+        "python -m flashgen tune --direction fwd --head-dim 128 --variant alibi --seqlen 16384 --rounds 3",
+        traits=("dynamic", "in turns", "guessed maximum", "last block first"),
+        limit=16384,
+    ),
     ("sm_90a", "attention_backward_dq", 128, 128, False, "", ""): Measured(
         (("block_q", 128), ("block_kv", 96)),
         12,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from flashgen import build, catalog
+from flashgen import build, catalog, masks, variants
+from flashgen.ir.dtype import F32, I32
 from flashgen.ir.visit import heads_in_tile
 from flashgen.machine.sm90_facts import box
 from flashgen.plan.arch import ARCHES
@@ -49,6 +50,22 @@ def test_it_packs_where_tiles_of_one_head_are_less_than_nine_tenths_as_full():
         best = max(fullness(seqlen_q, 128 // count) for count in (2, 4, 8, 16, 32))
         assert (packed > 1) == (fullness(seqlen_q, 192) < 0.9 * best)
         assert packed == 1 or fullness(seqlen_q, 128 // packed) == best
+
+
+def test_what_has_no_room_in_a_tile_of_several_heads_is_not_packed():
+    assert heads_to_pack(1, 8, lambda packed: 64 if packed == 1 else 0) == 1
+    assert heads_to_pack(1, 8, lambda packed: 64 if packed <= 2 else 0) == 2
+
+
+def test_functions_that_load_much_are_planned_for_few_queries():
+    def places(score, b, h, q_idx, kv_idx, table, ids):
+        both = table[(ids[b, q_idx] + ids[b, kv_idx]) % 5, h]
+        return score * (1.0 + 0.1 * table[ids[b, q_idx], h]) + table[ids[b, kv_idx], h] + both * 0.5
+
+    _, mask, score = variants.functions(False, mask_mod=masks.document, score_mod=places, score_dtypes=(F32, I32))
+    spec, hopper = Spec(64, 64, mask=mask, score=score), ARCHES["sm_90a"]
+    suited = build.for_sizes(spec, hopper, 1, 100, 2)
+    assert build.forward(suited, hopper)[0].plan.packed == suited.packed
 
 
 def test_only_the_forward_of_hopper_packs():
