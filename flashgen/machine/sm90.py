@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from flashgen.ir.expr import Expr, Var
 from flashgen.ir.nodes import Place, Stmt, Tile, Window
-from flashgen.machine.base import MachineStmt, MapFragment
+from flashgen.machine.base import MachineStmt
 
 WARPGROUP_ROWS = 64
 WARPGROUP_WARPS = 4
@@ -314,16 +314,19 @@ class HoldColumns(Sm90Stmt):
     dst: str
     expr: Expr
     NAME = "hold_columns"
+    NEEDS = "every lane of the warp is there"
     WRITES = ("dst",)
 
 
 @dataclass(frozen=True)
-class MapAsking(MapFragment, Sm90Stmt):
+class MapAsking(Sm90Stmt):
     """dst[i, j] = expr(i, j), column by column: what is held for a column is asked for once."""
 
+    dst: str
+    expr: Expr
     NAME = "map_asking"
-    FAMILY = "sm90"
     NEEDS = "every lane of the warp is there"
+    WRITES = ("dst",)
 
 
 @dataclass(frozen=True)

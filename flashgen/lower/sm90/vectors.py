@@ -115,7 +115,7 @@ def _conditions(body: Body, names: Names) -> Iterator[Expr | None]:
         yield from (stmt.condition if found is None and isinstance(stmt, If) else found for found in inner)
 
 
-def _reading(stmt: Stmt, names: Names, kind: type[MapFragment]) -> Stmt:
+def _reading(stmt: Stmt, names: Names, kind: type[MapFragment] | type[MapAsking]) -> Stmt:
     """The statement as one that reads the vectors."""
     if not _maps_scores(stmt):
         return stmt
