@@ -43,6 +43,7 @@ SM80_PASSES: tuple[Pass, ...] = (
     barriers.drop_redundant,
 )
 SM90_PASSES: tuple[Pass, ...] = (
+    masks.mask_sides,
     direction.last_block_first,
     select.instructions,
     lengths.number_rows,

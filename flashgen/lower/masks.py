@@ -12,6 +12,8 @@ from flashgen.ir.nodes import For, If, Kernel, Let, Map, Stmt
 from flashgen.ir.visit import Body, inline_lets, rewrite_kernel, statements
 from flashgen.plan.plan import Plan
 
+ON_BOUNDARY = "only tiles on a boundary are masked"
+
 
 def skip_blocks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
     """Tighten loops over blocks to those with a visible element.
@@ -45,23 +47,43 @@ def skip_blocks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
 
 
 def guard_masks(kernel: Kernel, plan: Plan | None = None) -> Kernel:
-    """Mask only tiles on a boundary, where it is known which these are; a left one by itself, and a right one.
+    """Mask only tiles on a boundary, where it is known which these are.
 
     Invariant: where the guard does not hold, the mask is true for every element of the tile.
     """
 
-    def change(stmt: Stmt) -> Stmt | Body:
+    def change(stmt: Stmt) -> Stmt:
         if not is_mask(stmt):
             return stmt
-        assert isinstance(stmt, Map) and isinstance(stmt.expr, Select)
-        result = []
-        for side in _sides(stmt.expr.condition, _ranges(kernel, stmt)):
-            guard = somewhere_hidden(side, _ranges(kernel, stmt))
-            if guard is None:
-                return replace(stmt, note="no tile is known to be wholly visible")
-            masked = replace(stmt, expr=replace(stmt.expr, condition=side), note="")
-            result.append(If(guard, (masked,), note="only tiles on a boundary are masked"))
-        return tuple(result)
+        assert isinstance(stmt, Map)
+        guard = somewhere_hidden(_condition(stmt), _ranges(kernel, stmt))
+        if guard is None:
+            return replace(stmt, note="no tile is known to be wholly visible")
+        return If(guard, (replace(stmt, note=""),), note=ON_BOUNDARY)
+
+    return rewrite_kernel(kernel, change)
+
+
+def mask_sides(kernel: Kernel, plan: Plan | None = None) -> Kernel:
+    """Mask tiles on a left boundary by themselves, and those on a right one.
+
+    Invariant: both guards hold for no tile but where the one of both did, and the masks together are that one.
+    """
+
+    def change(stmt: Stmt) -> Stmt | Body:
+        if not (isinstance(stmt, If) and stmt.note == ON_BOUNDARY):
+            return stmt
+        (mask,) = stmt.body
+        assert isinstance(mask, Map) and isinstance(mask.expr, Select)
+        sides, ranges = _sides(mask.expr.condition, _ranges(kernel, mask)), _ranges(kernel, mask)
+        guards = [somewhere_hidden(side, ranges) for side in sides]
+        if len(sides) == 1 or None in guards:
+            return stmt
+        masked = (replace(mask, expr=replace(mask.expr, condition=side)) for side in sides)
+        return tuple(
+            replace(stmt, condition=guard, body=(inner,))  # type: ignore[arg-type]
+            for guard, inner in zip(guards, masked, strict=True)
+        )
 
     return rewrite_kernel(kernel, change)
 

@@ -81,7 +81,7 @@ class Program:
         }
         batch_bytes = [
             0
-            if item.of_any_size or (item.by_element and item.name != USED)
+            if (item.of_any_size or item.by_element) and item.name != USED
             else strides[item.name][0] * item.dtype.bytes
             for item in self.buffers
             if item.shape

@@ -33,7 +33,11 @@ def planned(spec, warpgroups=2, block_kv=64, traits=ALL):
     """With the stages that candidates give to added tiles."""
     kernel = forward(spec)
     wanted = {"block_q": 64 * warpgroups, "block_kv": block_kv}
-    candidate = next(item for item in sm90.candidates(kernel) if dict(item.blocks) == wanted)
+    candidate = next(
+        item
+        for item in sm90.candidates(kernel, planner.head_dims(spec, ARCH, kernel.name))
+        if dict(item.blocks) == wanted
+    )
     chosen = planner.make(kernel, spec, ARCH, replace(candidate, traits=traits))
     return lower.run(kernel, chosen), chosen
 

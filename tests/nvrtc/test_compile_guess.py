@@ -32,6 +32,7 @@ def test_the_choice_does_not_spill(name, causal, head_dim, dtype):
     spec = Spec(head_dim, head_dim, dtype, causal=causal, mask=mask, score=score)
     made = build.forward(spec, ARCH)[0]
     none_fits = (name, causal, head_dim) == ("capped", False, 256)  # without a guess: then there is one
-    assert made.plan.arch == ARCH and made.plan.has(sm90.GUESS) == none_fits
+    measured = (name, causal) == ("alibi", True) and head_dim < 256  # from the last block of keys, with a guess
+    assert made.plan.arch == ARCH and made.plan.has(sm90.GUESS) == (none_fits or measured)
     report = compile.nvrtc(made.source, ARCH.target).report
     assert (report.spill_stores, report.spill_loads) == (0, 0), made.plan.candidate

@@ -120,22 +120,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     fill(s, 0.0f);
     multiply_shared<element, UNROLLED_DEPTH, S, QTile, false, KTile, true>(s, q_tile, k_tile + kv_block % 2 * KTile::BYTES);
     // only tiles on a boundary are masked
-    if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
+    if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start < q_start + (args.seqlen_k - args.seqlen_q) - 1024 + (BLOCK_Q - 1) || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
       #pragma unroll
       for (int i = 0; i < S::ROWS; ++i) {
         #pragma unroll
         for (int j = 0; j < S::COLS; ++j) {
-          s[i][j] = kv_start + S::col(j) < args.seqlen_k && kv_start + S::col(j) <= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) ? s[i][j] : -INF;
-        }
-      }
-    }
-    // only tiles on a boundary are masked
-    if (kv_start < q_start + (args.seqlen_k - args.seqlen_q) - 1024 + (BLOCK_Q - 1)) {
-      #pragma unroll
-      for (int i = 0; i < S::ROWS; ++i) {
-        #pragma unroll
-        for (int j = 0; j < S::COLS; ++j) {
-          s[i][j] = kv_start + S::col(j) >= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - 1024 ? s[i][j] : -INF;
+          s[i][j] = kv_start + S::col(j) < args.seqlen_k && kv_start + S::col(j) >= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - 1024 && kv_start + S::col(j) <= q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) ? s[i][j] : -INF;
         }
       }
     }
