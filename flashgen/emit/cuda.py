@@ -6,8 +6,9 @@ import re
 from functools import partial
 
 from flashgen.emit.env import environment, header
+from flashgen.emit.names import Fields, Names, camel
 from flashgen.emit.source import Source
-from flashgen.emit.view import Fields, Names, camel, statement
+from flashgen.emit.view import statement
 from flashgen.emit.wgmma import products
 from flashgen.ir.dtype import OPERANDS, DType
 from flashgen.ir.nodes import Buffer, For, If, Kernel, Let, Note, Space, Stmt, name_of

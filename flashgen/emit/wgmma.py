@@ -6,7 +6,8 @@ Hopper kernels is in templates/.
 
 from __future__ import annotations
 
-from flashgen.emit.view import Fields, Names, instruction, width
+from flashgen.emit.names import Fields, Names, width
+from flashgen.emit.view_sm90 import instruction
 from flashgen.ir.dtype import BF16
 from flashgen.ir.nodes import Kernel, Space
 from flashgen.ir.visit import statements

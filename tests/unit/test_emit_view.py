@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from emitted_kernels import BACKWARD, FORWARD
 
-from flashgen.emit.view import Names, camel, statement
+from flashgen.emit.names import Names, camel
+from flashgen.emit.view import statement
 from flashgen.ir.expr import NEG_INF, Const, I, J, Var, load, select
 from flashgen.ir.nodes import For, Tile, Window
 from flashgen.ir.visit import statements
