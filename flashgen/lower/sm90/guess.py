@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.ir.dtype import BF16, F32
-from flashgen.ir.expr import NEG_INF, Binary, Const, Expr, I, Load, Select, Unary, exp2, load, maximum, walk
+from flashgen.ir.expr import Binary, Const, Expr, I, Load, Unary, exp2, load, maximum, walk
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Buffer, For, Kernel, Space, Stmt, Tile
 from flashgen.ir.visit import Body, rewrite, statements
 from flashgen.lower.sm90.roles import in_role
+from flashgen.lower.sm90.select import hides
 from flashgen.machine.base import FillFragment, MapFragment, PackFragment, ReduceRows
 from flashgen.machine.sm90 import IfAnyLarge, LoadMatrix, Rescore, WaitFull, Wgmma
 from flashgen.plan.plan import Plan
@@ -76,9 +77,8 @@ def _hides_rows(kernel: Kernel) -> bool:
     of 16 documents in 16384 tokens a tenth of all steps would be computed twice.
     """
     arrays = {buffer.name for buffer in kernel.buffers if buffer.by_element}
-    masks = [stmt.expr for stmt in statements(kernel.body) if isinstance(stmt, MapFragment) and stmt.dst == "s"]
-    hiding = [mask.condition for mask in masks if isinstance(mask, Select) and mask.y == NEG_INF]
-    return any(isinstance(node, Load) and node.buffer in arrays for expr in hiding for node in walk(expr))
+    masks = (expr for stmt in statements(kernel.body) if hides(stmt) for expr in stmt.expressions())
+    return any(isinstance(node, Load) and node.buffer in arrays for mask in masks for node in walk(mask))
 
 
 def _guessed(loop: Stmt, offset: Expr) -> Stmt:
