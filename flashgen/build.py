@@ -57,6 +57,11 @@ class Stages:
         return self.emitted
 
 
+def _portable(arch: Arch) -> Arch:
+    """The record of a chip for kernels that every chip has in one form."""
+    return portable_record(arch) if arch.portable else arch
+
+
 def arch_for(kernel: str, spec: Spec, arch: Arch) -> Arch:
     """The record to plan a kernel for: the portable one where the chip's family lacks it, or cannot copy the rows."""
     has = kernel in ("attention_forward", *sm90_backward.KERNELS) and spec.dtype.bytes == 2
@@ -202,7 +207,7 @@ def backward_with(spec: Spec, main: Plan, dq: Plan | None = None) -> tuple[Stage
     arch = main.arch
     spec = backward_spec(spec, arch)
     nest = backward_nests.backward(spec)
-    portable = portable_record(arch) if arch.portable else arch  # what only copies needs no instruction of its own
+    portable = _portable(arch)  # what only copies needs no instruction of its own
 
     def follow(make: Callable[[Spec], Kernel]) -> Stages:
         kernel = make(spec)
@@ -228,7 +233,7 @@ def block_counts(spec: Spec, arch: Arch, block_size: int) -> Stages:
     """The kernel that counts what the masks of a spec show of each block; no other part of the spec counts."""
     spec = Spec(causal=spec.causal, mask=spec.mask)
     kernel = blocks_nest.blocks(spec)
-    portable = portable_record(arch) if arch.portable else arch
+    portable = _portable(arch)
     return _finish(kernel, blocks_plan.plan(kernel.name, portable, block_size), spec)
 
 
@@ -237,7 +242,7 @@ def backward_aux(spec: Spec, arch: Arch, part: backward_aux_nest.Part) -> Stages
     """The kernel of one part of the gradient of an array; every chip runs the portable one."""
     spec = replace(spec, packed=1, length="", deterministic=False, sinks=None, listed=False, tiled=False)
     nest = backward_aux_nest.backward_aux(spec, part)
-    portable = portable_record(arch) if arch.portable else arch
+    portable = _portable(arch)
     return _finish(nest, planner.plan(nest, spec, portable, may_spill=True), spec)
 
 
@@ -249,7 +254,7 @@ def reads(spec: Spec, array: Array, arch: Arch, block_size: int) -> Stages:
     """
     spec = Spec(causal=spec.causal, mask=spec.mask, score=spec.score, varlen=spec.varlen, used=spec.used)
     kernel = reads_nest.reads(spec, array)
-    portable = portable_record(arch) if arch.portable else arch
+    portable = _portable(arch)
     return _finish(kernel, blocks_plan.plan(kernel.name, portable, block_size), spec)
 
 
