@@ -164,11 +164,17 @@ def _load_matrix(block: Block, warp: Warp, stmt: sm90.LoadMatrix) -> None:
     rows, columns = rows_of(block, warp, stmt.dst)[:, None], columns_of(block, warp, stmt.dst)
     place = (columns, rows) if stmt.transposed else (rows, columns)
     warp.registers[stmt.dst] = block.shared.read(block.access(warp, stmt, stmt.src), *place)
+    mbarriers.phases_of(block, warp, stmt.src).unfenced.add(warp.index)
     block.trace.shared(block.plan.arch, block.shared.nbytes(stmt.src.buffer, rows.size * columns.size))
 
 
 def _fence_stores(block: Block, warp: Warp, stmt: sm90.FenceStores) -> None:
     block.shared.fence(warp.index)
+
+
+def _fence_reads(block: Block, warp: Warp, stmt: sm90.FenceReads) -> None:
+    for phases in state(block).phases.values():
+        phases.unfenced.discard(warp.index)
 
 
 def _tma_store(block: Block, warp: Warp, stmt: sm90.TmaStore) -> None:
@@ -243,6 +249,7 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.Rescore: _guarded(_rescore),
     sm90.LoadMatrix: _guarded(_load_matrix),
     sm90.FenceStores: _fence_stores,
+    sm90.FenceReads: _fence_reads,
     sm90.TmaStore: _tma_store,
     sm90.WaitStored: _wait_stored,
     sm90.AskTile: _ask_tile,

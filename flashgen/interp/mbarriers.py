@@ -95,6 +95,8 @@ def arrive_empty(block: Block, warp: Warp, stmt: sm90.ArriveEmpty | sm90.PassOve
                 raise hazard(warp, stmt, f"{tile.buffer} is released while a product in flight reads it")
     if phases.full and warp.index not in phases.seen:
         raise hazard(warp, stmt, f"{stmt.tile.buffer} is released without a wait for what landed in this stage")
+    if warp.index in phases.unfenced:
+        raise hazard(warp, stmt, f"{stmt.tile.buffer} is released with no fence since it was read")
     phases.seen.discard(warp.index)
     phases.empty += _arrived(block, warp, stmt, phases.arrived, stmt.tile.buffer, "empty")
 

@@ -20,7 +20,7 @@ class Phases:
     """The two mbarriers of one stage of a tile, with what is on its way to it, and the warps that have arrived.
 
     beside: vectors that land in the same phase; missing: those whose copies are still to be issued. value: a published
-    place.
+    place. unfenced: warps that have read it themselves, and may not have what they read yet.
     """
 
     full: int = 0
@@ -30,6 +30,7 @@ class Phases:
     arrived: set[int] = field(default_factory=set)
     filled: set[int] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
+    unfenced: set[int] = field(default_factory=set)
     flying: list[InFlight] = field(default_factory=list)
     value: list[int] = field(default_factory=list)
 

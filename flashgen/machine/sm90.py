@@ -375,6 +375,17 @@ class FenceStores(Sm90Stmt):
 
 
 @dataclass(frozen=True)
+class FenceReads(Sm90Stmt):
+    """What this warp has read of shared memory itself has arrived, before TMA is told that it may write there.
+
+    An arrival at an mbarrier does not wait for it: it overtook what was still to be read.
+    """
+
+    NAME = "fence_reads"
+    ORDERS = True
+
+
+@dataclass(frozen=True)
 class TmaStore(Sm90Stmt):
     """dst = src for the 64 rows of a warpgroup, read from shared memory until WaitStored; clipped to what exists.
 

@@ -181,6 +181,10 @@ __device__ __forceinline__ int warp_of_tile() {
 // This thread's writes to shared memory will be seen by TMA and by products, which read through another proxy.
 __device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// What this thread has read of shared memory has arrived, before TMA is told that it may write there again: an arrival at
+// an mbarrier overtakes reads (a bias at head_dim 64, backward: wrong in the first step of most launches).
+__device__ __forceinline__ void fence_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // One thread starts the copy of a warpgroup's 64 rows; what is out of range is not written. Of a tile that several heads
 // share, POSITIONS rows of each, these are whole heads, or a part of one. ACROSS warpgroups have the same rows, and each
 // the panels of one part.
@@ -416,6 +420,7 @@ __device__ __forceinline__ void rescore(float (&scores)[ROWS][COLS], SharedAddre
       mma<T>(scores[0][j + 2], scores[0][j + 3], scores[1][j + 2], scores[1][j + 3], a, b[2], b[3]);
     }
   }
+  fence_reads();
 }
 
 // Named barriers; number 0 is that of the whole block. One for each warpgroup of the last two kinds.

@@ -18,7 +18,7 @@ from flashgen.interp.common import Deadlock, Hazard
 from flashgen.ir.dtype import BF16, F16
 from flashgen.ir.visit import statements
 from flashgen.lower.sm90.guess import BIAS
-from flashgen.machine.sm90 import ArriveEmpty, LoadMatrix, TmaLoad, WaitEmpty, WaitFull
+from flashgen.machine.sm90 import ArriveEmpty, FenceReads, LoadMatrix, TmaLoad, WaitEmpty, WaitFull
 from flashgen.plan import planner, sm90
 from flashgen.spec import Spec
 
@@ -149,3 +149,12 @@ def test_planted_faults_are_found(kind, which, error, said):
     broken = without(kernel, kind, which, of("aux_x_tile"))
     with pytest.raises(error, match=said):
         equals_tile(spec, Tiled(spec, "of_both", 1, 1, 1, 150, 400), broken, chosen)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_stage_that_is_released_before_it_is_read_is_found(which):
+    """An arrival overtakes reads on the chip: the stage was overwritten by the next copy."""
+    spec = spec_of("of_both", causal=False)
+    kernel, chosen = planned(spec)
+    with pytest.raises(Hazard, match="released with no fence since it was read"):
+        equals_tile(spec, Tiled(spec, "of_both", 1, 1, 1, 150, 400), without(kernel, FenceReads, which), chosen)

@@ -17,6 +17,7 @@ from flashgen.machine.sm90 import (
     ArriveEmpty,
     ArriveFull,
     ConsumerBarrier,
+    FenceReads,
     FenceStores,
     HandOver,
     IfAnyLarge,
@@ -153,9 +154,10 @@ def _waited(kernel: Kernel, body: Body, returned: set[str], later: set[Tile]) ->
         for tile in list(held):
             if not any(_reads(stmt, tile, beside.get(tile.buffer, ())) for stmt in (*rest, *flying)):
                 del held[tile]
-                result.append(ArriveEmpty(tile))
+                result.extend((FenceReads(), ArriveEmpty(tile)) if tile in matrices else (ArriveEmpty(tile),))
 
     held: dict[Tile, None] = {}
+    matrices: set[Tile] = set()
     beside = {stmt.dst.buffer: stmt.beside for stmt in statements(kernel.body) if isinstance(stmt, TmaLoad)}
     for at, stmt in enumerate(body):
         if isinstance(stmt, NESTED):
@@ -174,6 +176,7 @@ def _waited(kernel: Kernel, body: Body, returned: set[str], later: set[Tile]) ->
         result.append(stmt)
         if isinstance(stmt, LoadMatrix) and stmt.src.buffer in returned:
             held[stmt.src] = None
+            matrices.add(stmt.src)
     finish(len(flying))
     release(())
     return tuple(result)

@@ -271,6 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         load_matrix_transposed<S, AuxBiasesTile>(aux_biases_values, aux_biases_tile + step % 2 * AuxBiasesTile::BYTES);
         wait_products<1>();
         settle(s);
+        fence_reads();
         __syncwarp();  // every lane has read it
         arrive_warp(aux_biases_tile_empty + step % 2);
         // bias_bf16

@@ -248,6 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         load_matrix<S, AuxBiasesTile>(aux_biases_values, aux_biases_tile + kv_blocks_done % 2 * AuxBiasesTile::BYTES);
         wait_products<0>();
         settle(s);
+        fence_reads();
         __syncwarp();  // every lane has read it
         arrive_warp(aux_biases_tile_empty + kv_blocks_done % 2);
         arrive_warp(k_tile_empty + kv_blocks_done % 2);
@@ -446,6 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
             }
           }
         }
+        fence_reads();
         __syncwarp();  // every lane has read it
         arrive_warp(aux_biases_tile_empty + (kv_blocks_done + kv_block) % 2);
         arrive_warp(k_tile_empty + (kv_blocks_done + kv_block) % 2);
