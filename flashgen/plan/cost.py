@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from flashgen.attention import lists
 from flashgen.attention.varlen import ROW_BLOCK
 from flashgen.ir.dtype import FP32, TF32, DType
 from flashgen.ir.expr import (
@@ -204,8 +205,13 @@ def _loads(kernel: Kernel) -> list[set[str]]:
 
 
 def listed(kernel: Kernel) -> bool:
-    """True where loops walk lists of blocks."""
+    """True where it is loaded from memory how far loops go: by lists of blocks, or the lengths of sequences."""
     return any(isinstance(stmt, Let) and loads(stmt.value) for stmt in kernel.body)
+
+
+def walks_lists(kernel: Kernel) -> bool:
+    """True where loops walk lists of blocks."""
+    return any(buffer.name in (lists.KEYS.name, lists.QUERIES.name) for buffer in kernel.buffers)
 
 
 def loaded_values(kernel: Kernel, sizes: Sizes, layout: tuple[int, int]) -> int:

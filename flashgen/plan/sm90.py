@@ -149,7 +149,8 @@ def make(
 def _differs_by_rows(kernel: Kernel) -> bool:
     """True where later rows of a tile may see later blocks of keys than its first ones, which are no lists."""
     axis = kernel.axes[0]
-    return axis.longest_first and axis.name != ROW_BLOCK.name and not cost.listed(kernel) and heads_in_tile(kernel) == 1
+    uneven = axis.longest_first or axis.name == ROW_BLOCK.name
+    return uneven and not cost.walks_lists(kernel) and heads_in_tile(kernel) == 1
 
 
 def _warned(kernel: Kernel, candidate: Candidate) -> bool:
@@ -297,7 +298,7 @@ def _factor(kernel: Kernel, candidate: Candidate) -> float:
     """What the order of tiles, Q in two stages and the guess of the maximum do to the time."""
     order = FIXED_ORDER if "persistent" in candidate.traits else 1
     ahead = Q_AHEAD if "q_tile" in dict(candidate.stages) else 1
-    if cost.listed(kernel) and dict(candidate.blocks)["block_kv"] % LIST_BLOCK:
+    if cost.walks_lists(kernel) and dict(candidate.blocks)["block_kv"] % LIST_BLOCK:
         order *= RAGGED_LIST
     if GUESS in candidate.traits:
         return order * ahead * (LOW_GUESS if cost.rises(kernel) else 1)

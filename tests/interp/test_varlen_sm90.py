@@ -12,7 +12,7 @@ from flashgen.attention.forward import forward
 from flashgen.interp import machine
 from flashgen.ir.dtype import BF16, F16
 from flashgen.ir.visit import statements
-from flashgen.machine.sm90 import PublishTile, SettleNumbers
+from flashgen.machine.sm90 import PassOver, PublishTile, SettleNumbers
 from flashgen.plan.arch import ARCHES
 from flashgen.spec import Spec
 
@@ -36,6 +36,17 @@ def test_the_forward_equals_its_tile_form(warpgroups, traits, causal, used):
     spec = Spec(16, 32, BF16, causal, varlen=True, used=used)
     kernel, chosen = lowered(spec, warpgroups=warpgroups, traits=traits)
     equals_tile(spec, sequences(spec, foreign=(2,)), kernel, chosen)
+    passed_over = any(isinstance(stmt, PassOver) for stmt in statements(kernel.body))
+    assert passed_over == (causal and warpgroups == 3)
+
+
+@pytest.mark.parametrize("mask", ["both sides", "left", "document"])
+def test_each_warpgroup_goes_through_its_own_blocks(mask):
+    spec = Spec(16, 16, BF16, varlen=True, **traced(True, mask, None))
+    kernel, chosen = lowered(spec, warpgroups=3, traits=ALL)
+    assert any(isinstance(stmt, PassOver) for stmt in statements(kernel.body))
+    case = sequences(spec, queries=(5, 0, 250, 130, 0, 1), keys=(9, 40, 600, 200, 0, 170))
+    equals_tile(spec, case, kernel, chosen)
 
 
 @pytest.mark.parametrize("causal", [False, True])
