@@ -6,7 +6,7 @@ import math
 
 from flashgen import masks, trace
 from flashgen.attention import lists, tiles
-from flashgen.calculus import affine, derivative, grows, tame
+from flashgen.calculus import affine, derivative, grows, tame, without_signs
 from flashgen.ir.dtype import F32, I32
 from flashgen.ir.expr import (
     NEG_INF,
@@ -120,6 +120,7 @@ def over_keys(spec: Spec, head: Expr, step: tuple[Stmt, ...]) -> tuple[Stmt, ...
 
 CAUSAL = trace.mask(masks.causal)
 ELEMENTS = {"score", "q_idx", "kv_idx"}  # what differs from element to element, of the arguments of a function
+INTEGERS = {"b", "h", "q_idx", "kv_idx", "seqlen_q", "seqlen_k"}
 
 
 def visible(spec: Spec, transposed: bool = False, queries: bool = False) -> Expr:
@@ -132,11 +133,15 @@ def visible(spec: Spec, transposed: bool = False, queries: bool = False) -> Expr
     mask: Expr = arguments["kv_idx"] < SEQLEN_K
     if queries:
         mask = mask & (arguments["q_idx"] < SEQLEN_Q)
-    for function in (CAUSAL if spec.causal else None, spec.mask):
-        if function is not None:
-            for part in conjuncts(substitute(function.expr, arguments)):
-                mask = mask & part
+    for part in shown(spec):
+        mask = mask & substitute(part, arguments)
     return mask
+
+
+def shown(spec: Spec) -> list[Expr]:
+    """The conditions under which the masks of the spec show a key to a query, by the arguments of functions."""
+    masks = (CAUSAL if spec.causal else None, spec.mask)
+    return [part for mask in masks if mask is not None for part in conjuncts(mask.expr)]
 
 
 def arguments_of(spec: Spec, transposed: bool) -> dict[str, Expr]:
@@ -167,7 +172,7 @@ def exponent(spec: Spec) -> Expr:
 def scored(spec: Spec, transposed: bool = False) -> Expr:
     """What the score function makes of the element (i, j) of s, a product of query and key."""
     assert spec.score is not None
-    return of_element(spec.score.expr, spec, transposed)
+    return of_element(without_signs(spec.score.expr, shown(spec), INTEGERS, "score"), spec, transposed)
 
 
 def slope(spec: Spec, transposed: bool = False) -> Expr:

@@ -14,6 +14,7 @@ from flashgen.calculus.intervals import (
     unguarded,
 )
 from flashgen.calculus.loads import by_distance, derivative_by_load, loads_of
+from flashgen.calculus.signs import without_signs
 
 __all__ = [
     "Ranges",
@@ -31,4 +32,5 @@ __all__ = [
     "somewhere_hidden",
     "tame",
     "unguarded",
+    "without_signs",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from flashgen.ir.dtype import F32
 from flashgen.ir.expr import (
@@ -45,6 +46,16 @@ _FUNCTIONS = {
 _SPECIAL = {"exp2", "log", "log2", "tanh", "sigmoid", "sin", "cos", "sqrt", "reciprocal"}
 _SELECTPRECEDENCE = 0
 _ATOM = 9
+
+
+@dataclass(frozen=True)
+class Fused(Expr):
+    """x * y + z in one instruction: else products that no step changes are computed ahead, and take a register each."""
+
+    x: Expr
+    y: Expr
+    z: Expr
+
 
 Name = Callable[[str], str]
 Element = Callable[[Load], str]
@@ -88,6 +99,8 @@ def _spell(
         raise ValueError(f"{text(expr)} is rounded inside of an expression; only a whole tile is packed")
     if isinstance(expr, Unary):
         return f"{_FUNCTIONS[expr.op]}({spelled(expr.x)})", _ATOM
+    if isinstance(expr, Fused):
+        return f"fmaf({', '.join(spelled(part) for part in children(expr))})", _ATOM
     if isinstance(expr, Random):
         return f"random_word({', '.join(spelled(part) for part in children(expr))})", _ATOM
     if isinstance(expr, Select):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from flashgen.emit.cexpr import c_text, no_element
+from flashgen.emit.cexpr import Fused, c_text, no_element
 from flashgen.ir.dtype import OPERANDS
-from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Var, rebuild, walk
+from flashgen.ir.expr import Binary, Cast, Compare, Const, Expr, I, J, Load, Unary, Var, rebuild, walk
 from flashgen.ir.nodes import Buffer, Kernel, Place, Space, Tile, Window
 from flashgen.ir.visit import statements
 from flashgen.machine import sm90
@@ -187,7 +187,7 @@ class Names:
 def _by_offset(expr: Expr) -> Expr:
     """A column that is compared alone, as its constant part: what it is compared with then takes the lane's part.
 
-    So for a column that is added to a row, or taken from it, as floats.
+    So for a column that is added to a row, or taken from it, as floats, and for a multiple of one in a sum.
     """
     expr = rebuild(expr, _by_offset)
     match expr:
@@ -195,6 +195,10 @@ def _by_offset(expr: Expr) -> Expr:
             return Compare(op, COL_OFFSET, y - LANE_COL)
         case Binary("+" | "-" as op, Cast(dtype, row), Cast(_, column)) if column == J:
             return Binary(op, Cast(dtype, Binary(op, row, LANE_COL)), Cast(dtype, COL_OFFSET))
+        case Binary("+", Binary("*", Cast(dtype, column), factor), rest) if column == J:
+            return Fused(Cast(dtype, COL_OFFSET), factor, Cast(dtype, LANE_COL) * factor + rest)
+        case Binary("-", rest, Binary("*", Cast(dtype, column), factor)) if column == J:
+            return Fused(Cast(dtype, COL_OFFSET), Unary("neg", factor), rest - Cast(dtype, LANE_COL) * factor)
     return expr
 
 

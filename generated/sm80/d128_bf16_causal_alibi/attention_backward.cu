@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
       for (int j = 0; j < S::COLS; ++j) {
-        s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * float(absolute(q_start + S::col(j) + (args.seqlen_k - args.seqlen_q) - (kv_start + S::row(i))));
+        s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * float(q_start + S::col(j) + (args.seqlen_k - args.seqlen_q) - (kv_start + S::row(i)));
       }
     }
     // only tiles on a boundary are masked

@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     for (int i = 0; i < S::ROWS; ++i) {
       #pragma unroll
       for (int j = 0; j < S::COLS; ++j) {
-        s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * absolute(float(q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start - S::lane_col()) - float(S::col_offset(j)));
+        s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * (float(q_start + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start - S::lane_col()) - float(S::col_offset(j)));
       }
     }
     // only tiles on a boundary are masked

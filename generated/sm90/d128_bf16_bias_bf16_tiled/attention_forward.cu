@@ -336,6 +336,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         pass_turn<THREADS / 128>(warpgroup);
         wait_barrier(aux_biases_tile_full + (kv_blocks_done + kv_block) % 2, (kv_blocks_done + kv_block) / 2 % 2);
         load_matrix<S, AuxBiasesTile>(aux_biases_values, aux_biases_tile + (kv_blocks_done + kv_block) % 2 * AuxBiasesTile::BYTES);
+        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
+        #pragma unroll
+        for (int i = 0; i < S::ROWS; ++i) {
+          offset[i] = row_max[i] * 1.4426950408889634f + 30.0f;
+        }
         wait_products<1>();
         settle(s);
         // bias_bf16
@@ -343,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         for (int i = 0; i < S::ROWS; ++i) {
           #pragma unroll
           for (int j = 0; j < S::COLS; ++j) {
-            s[i][j] = s[i][j] * args.scale + unpacked<bf16>(aux_biases_values[i][(j) / 2], (j) % 2);
+            s[i][j] = s[i][j] * (1.4426950408889634f * args.scale) + (unpacked<bf16>(aux_biases_values[i][(j) / 2], (j) % 2) * 1.4426950408889634f - offset[i]);
           }
         }
         // only tiles on a boundary are masked
@@ -356,16 +361,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
             }
           }
         }
-        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
-        #pragma unroll
-        for (int i = 0; i < S::ROWS; ++i) {
-          offset[i] = row_max[i] * 1.4426950408889634f + 30.0f;
-        }
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
           #pragma unroll
           for (int j = 0; j < S::COLS; ++j) {
-            p[i][j] = exp2_approx(s[i][j] * 1.4426950408889634f - offset[i]);
+            p[i][j] = exp2_approx(s[i][j]);
           }
         }
         fill(step_sum, 0.0f);

@@ -256,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         for (int i = 0; i < S::ROWS; ++i) {
           #pragma unroll
           for (int j = 0; j < S::COLS; ++j) {
-            s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * absolute(float(q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - (last_kv_block - 1) * BLOCK_KV - S::lane_col()) - float(S::col_offset(j)));
+            s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * (float(q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - (last_kv_block - 1) * BLOCK_KV - S::lane_col()) - float(S::col_offset(j)));
           }
         }
         // only tiles on a boundary are masked
@@ -333,6 +333,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
         commit_products();
         pass_turn<THREADS / 128>(warpgroup);
+        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
+        #pragma unroll
+        for (int i = 0; i < S::ROWS; ++i) {
+          offset[i] = row_max[i] * 1.4426950408889634f + 30.0f;
+        }
         wait_products<1>();
         settle(s);
         // alibi
@@ -340,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         for (int i = 0; i < S::ROWS; ++i) {
           #pragma unroll
           for (int j = 0; j < S::COLS; ++j) {
-            s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * absolute(float(q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start - S::lane_col()) - float(S::col_offset(j)));
+            s[i][j] = s[i][j] * (1.4426950408889634f * args.scale) + fmaf(float(S::col_offset(j)), 1.4426950408889634f * exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))), float(S::lane_col()) * (1.4426950408889634f * exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads))))) + (-(offset[i]) - float(q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start) * (1.4426950408889634f * exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))))));
           }
         }
         // only tiles on a boundary are masked
@@ -353,16 +358,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
             }
           }
         }
-        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
-        #pragma unroll
-        for (int i = 0; i < S::ROWS; ++i) {
-          offset[i] = row_max[i] * 1.4426950408889634f + 30.0f;
-        }
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
           #pragma unroll
           for (int j = 0; j < S::COLS; ++j) {
-            p[i][j] = exp2_approx(s[i][j] * 1.4426950408889634f - offset[i]);
+            p[i][j] = exp2_approx(s[i][j]);
           }
         }
         fill(step_sum, 0.0f);
@@ -387,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
           for (int i = 0; i < S::ROWS; ++i) {
             #pragma unroll
             for (int j = 0; j < S::COLS; ++j) {
-              s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * absolute(float(q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start - S::lane_col()) - float(S::col_offset(j)));
+              s[i][j] = s[i][j] * args.scale - exp2_approx(float(head + 1) * (-8.0f * reciprocal(float(args.heads)))) * (float(q_block * BLOCK_Q + S::row(i) + (args.seqlen_k - args.seqlen_q) - kv_start - S::lane_col()) - float(S::col_offset(j)));
             }
           }
           // only tiles on a boundary are masked

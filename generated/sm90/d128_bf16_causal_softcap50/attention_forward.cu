@@ -329,6 +329,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
         commit_products();
         pass_turn<THREADS / 128>(warpgroup);
+        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
+        #pragma unroll
+        for (int i = 0; i < S::ROWS; ++i) {
+          offset[i] = row_max[i] * 1.4426950408889634f + 30.0f;
+        }
         wait_products<1>();
         settle(s);
         // softcap50
@@ -336,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         for (int i = 0; i < S::ROWS; ++i) {
           #pragma unroll
           for (int j = 0; j < S::COLS; ++j) {
-            s[i][j] = tanh_accurate(s[i][j] * (args.scale * 0.02f)) * 50.0f;
+            s[i][j] = tanh_accurate(s[i][j] * (args.scale * 0.02f)) * (1.4426950408889634f * 50.0f) - offset[i];
           }
         }
         // only tiles on a boundary are masked
@@ -349,16 +354,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
             }
           }
         }
-        // by the last maxima computed; a row that has seen no key makes NaN, which is found below
-        #pragma unroll
-        for (int i = 0; i < S::ROWS; ++i) {
-          offset[i] = row_max[i] * 1.4426950408889634f + 30.0f;
-        }
         #pragma unroll
         for (int i = 0; i < S::ROWS; ++i) {
           #pragma unroll
           for (int j = 0; j < S::COLS; ++j) {
-            p[i][j] = exp2_approx(s[i][j] * 1.4426950408889634f - offset[i]);
+            p[i][j] = exp2_approx(s[i][j]);
           }
         }
         fill(step_sum, 0.0f);
