@@ -81,7 +81,8 @@ def exponent(expr: Expr, factor: Expr, offset: Expr) -> Expr:
             continue
         for inner, part in _terms(varying):
             (others if J in walk(part) else of_row).append((sign * inner, part * weight))
-    total = reduce(_plus, (*of_row, *others), Unary("neg", offset))
+    total: Expr = Unary("neg", offset)
+    total = reduce(_plus, (*of_row, *others), total)
     return reduce(_plus, scores, total)
 
 
