@@ -2,32 +2,32 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_90a
-//   tile q 192 x kv 64, 16 warps, 2 stages, dynamic, in turns, guessed maximum (chosen by cost model)
-//   block_q = 192, block_kv = 64, head_dim = 128, head_dim_v = 128
-//   512 threads, about 158 registers each, 1 a multiprocessor
-//   shared memory 213200 of 232448 bytes
-//          0 ..  49152  aux_biases_tile, 2 x 24576 bytes, 128 bytes a row
-//      49152 ..  98304  q_tile, 1 x 49152 bytes, 256 bytes a row
-//      98304 .. 131072  k_tile, 2 x 16384 bytes, 256 bytes a row
-//     131072 .. 163840  v_tile, 2 x 16384 bytes, 256 bytes a row
-//     163840 .. 212992  o_tile, 1 x 49152 bytes, 256 bytes a row
-//     212992 .. 213056  next_tile, 2 x 32 bytes, 32 bytes a row
-//   warps of s: 12 along rows, 1 along columns
-//   warps of p: 12 along rows, 1 along columns
-//   warps of p_operand: 12 along rows, 1 along columns
-//   warps of o_acc: 12 along rows, 1 along columns
-//   warps of o_out: 12 along rows, 1 along columns
+//   tile q 128 x kv 128, 12 warps, 2 stages, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-12-03, 518 TFLOP/s beside 464 with 192 x 64, at 4096: python -m flashgen tune --direction fwd --head-dim 128 --variant bias --seqlen 4096 --rounds 3 --top 10)
+//   block_q = 128, block_kv = 128, head_dim = 128, head_dim_v = 128
+//   384 threads, about 222 registers each, 1 a multiprocessor
+//   shared memory 229592 of 232448 bytes
+//          0 ..  65536  aux_biases_tile, 2 x 32768 bytes, 256 bytes a row
+//      65536 ..  98304  q_tile, 1 x 32768 bytes, 256 bytes a row
+//      98304 .. 163840  k_tile, 2 x 32768 bytes, 256 bytes a row
+//     163840 .. 196608  o_tile, 1 x 32768 bytes, 256 bytes a row
+//     163840 .. 229376  v_tile, 2 x 32768 bytes, 256 bytes a row
+//     229376 .. 229440  next_tile, 2 x 32 bytes, 32 bytes a row
+//   warps of s: 8 along rows, 1 along columns
+//   warps of p: 8 along rows, 1 along columns
+//   warps of p_operand: 8 along rows, 1 along columns
+//   warps of o_acc: 8 along rows, 1 along columns
+//   warps of o_out: 8 along rows, 1 along columns
 
 #include "flashgen/common.cuh"
 #include "flashgen/sm90.cuh"
 
 using element = bf16;
 
-constexpr int THREADS = 384;  // 12 warps
+constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
 constexpr int PRODUCER_THREADS = 128;  // of which one loads
-constexpr int BLOCK_Q = 192;
-constexpr int BLOCK_KV = 64;
+constexpr int BLOCK_Q = 128;
+constexpr int BLOCK_KV = 128;
 constexpr int HEAD_DIM = 128;
 constexpr int HEAD_DIM_V = 128;
 
@@ -35,43 +35,50 @@ constexpr int HEAD_DIM_V = 128;
 using AuxBiasesTile = PanelTile<BLOCK_Q, BLOCK_KV>;
 constexpr int AUX_BIASES_TILE_OFFSET = 0;
 using QTile = PanelTile<BLOCK_Q, HEAD_DIM>;
-constexpr int Q_TILE_OFFSET = 49152;
+constexpr int Q_TILE_OFFSET = 65536;
 using KTile = PanelTile<BLOCK_KV, HEAD_DIM>;
 constexpr int K_TILE_OFFSET = 98304;
-using VTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
-constexpr int V_TILE_OFFSET = 131072;
 using OTile = PanelTile<BLOCK_Q, HEAD_DIM_V>;
 constexpr int O_TILE_OFFSET = 163840;
-constexpr int NEXT_TILE_OFFSET = 212992;
-constexpr int K_TILE_FULL_OFFSET = 213056;
-constexpr int K_TILE_EMPTY_OFFSET = 213072;
-constexpr int V_TILE_FULL_OFFSET = 213088;
-constexpr int V_TILE_EMPTY_OFFSET = 213104;
-constexpr int AUX_BIASES_TILE_FULL_OFFSET = 213120;
-constexpr int AUX_BIASES_TILE_EMPTY_OFFSET = 213136;
-constexpr int Q_TILE_FULL_OFFSET = 213152;
-constexpr int Q_TILE_EMPTY_OFFSET = 213160;
-constexpr int NEXT_TILE_FULL_OFFSET = 213168;
-constexpr int NEXT_TILE_EMPTY_OFFSET = 213184;
+using VTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
+constexpr int V_TILE_OFFSET = 163840;
+constexpr int NEXT_TILE_OFFSET = 229376;
+constexpr int K_TILE_FULL_OFFSET = 229440;
+constexpr int K_TILE_EMPTY_OFFSET = 229456;
+constexpr int V_TILE_FULL_OFFSET = 229472;
+constexpr int V_TILE_EMPTY_OFFSET = 229488;
+constexpr int AUX_BIASES_TILE_FULL_OFFSET = 229504;
+constexpr int AUX_BIASES_TILE_EMPTY_OFFSET = 229520;
+constexpr int Q_TILE_FULL_OFFSET = 229536;
+constexpr int Q_TILE_EMPTY_OFFSET = 229544;
+constexpr int O_TILE_EMPTY_OFFSET = 229552;
+constexpr int NEXT_TILE_FULL_OFFSET = 229560;
+constexpr int NEXT_TILE_EMPTY_OFFSET = 229576;
 
 // register tiles: rows x columns, warps along each
-using S = Fragment<BLOCK_Q, BLOCK_KV, 12, 1>;
-using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 12, 1>;
+using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
+using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 8, 1>;
 
-// acc (+)= a b, 64 x 64 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x64x16_shared(float (&acc)[2][16], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %36, 0;\n"
-    "add.u32 low, %32, %33; mov.b64 a_desc, {low, 1073741888};\n"
-    "add.u32 low, %34, %35; mov.b64 b_desc, {low, 1073741888};\n"
-    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+// acc (+)= a b, 64 x 128 x 16 a warpgroup
+__device__ __forceinline__ void wgmma_64x128x16_shared(float (&acc)[2][32], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %68, 0;\n"
+    "add.u32 low, %64, %65; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %66, %67; mov.b64 b_desc, {low, 1073741888};\n"
+    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
       "}, a_desc, b_desc, p, 1, 1, 0, 0; }"
   :
   "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
   "+f"(acc[0][4]), "+f"(acc[0][5]), "+f"(acc[1][4]), "+f"(acc[1][5]), "+f"(acc[0][6]), "+f"(acc[0][7]), "+f"(acc[1][6]), "+f"(acc[1][7]),
   "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11]),
-  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15])
+  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15]),
+  "+f"(acc[0][16]), "+f"(acc[0][17]), "+f"(acc[1][16]), "+f"(acc[1][17]), "+f"(acc[0][18]), "+f"(acc[0][19]), "+f"(acc[1][18]), "+f"(acc[1][19]),
+  "+f"(acc[0][20]), "+f"(acc[0][21]), "+f"(acc[1][20]), "+f"(acc[1][21]), "+f"(acc[0][22]), "+f"(acc[0][23]), "+f"(acc[1][22]), "+f"(acc[1][23]),
+  "+f"(acc[0][24]), "+f"(acc[0][25]), "+f"(acc[1][24]), "+f"(acc[1][25]), "+f"(acc[0][26]), "+f"(acc[0][27]), "+f"(acc[1][26]), "+f"(acc[1][27]),
+  "+f"(acc[0][28]), "+f"(acc[0][29]), "+f"(acc[1][28]), "+f"(acc[1][29]), "+f"(acc[0][30]), "+f"(acc[0][31]), "+f"(acc[1][30]), "+f"(acc[1][31])
   : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
 }
 // acc (+)= a b, 64 x 128 x 16 a warpgroup
@@ -122,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   const SharedAddress aux_biases_tile = {shared + AUX_BIASES_TILE_OFFSET};
   const SharedAddress q_tile = {shared + Q_TILE_OFFSET};
   const SharedAddress k_tile = {shared + K_TILE_OFFSET};
-  const SharedAddress v_tile = {shared + V_TILE_OFFSET};
   const SharedAddress o_tile = {shared + O_TILE_OFFSET};
+  const SharedAddress v_tile = {shared + V_TILE_OFFSET};
   int* const next_tile = reinterpret_cast<int*>(shared + NEXT_TILE_OFFSET);
   uint64* const k_tile_full = reinterpret_cast<uint64*>(shared + K_TILE_FULL_OFFSET);
   uint64* const k_tile_empty = reinterpret_cast<uint64*>(shared + K_TILE_EMPTY_OFFSET);
@@ -133,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   uint64* const aux_biases_tile_empty = reinterpret_cast<uint64*>(shared + AUX_BIASES_TILE_EMPTY_OFFSET);
   uint64* const q_tile_full = reinterpret_cast<uint64*>(shared + Q_TILE_FULL_OFFSET);
   uint64* const q_tile_empty = reinterpret_cast<uint64*>(shared + Q_TILE_EMPTY_OFFSET);
+  uint64* const o_tile_empty = reinterpret_cast<uint64*>(shared + O_TILE_EMPTY_OFFSET);
   uint64* const next_tile_full = reinterpret_cast<uint64*>(shared + NEXT_TILE_FULL_OFFSET);
   uint64* const next_tile_empty = reinterpret_cast<uint64*>(shared + NEXT_TILE_EMPTY_OFFSET);
 
@@ -156,15 +164,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
 
   if (threadIdx.x == 0) {
     init_barriers<2>(k_tile_full, 1);
-    init_barriers<2>(k_tile_empty, 12);
+    init_barriers<2>(k_tile_empty, 8);
     init_barriers<2>(v_tile_full, 1);
-    init_barriers<2>(v_tile_empty, 12);
+    init_barriers<2>(v_tile_empty, 8);
     init_barriers<2>(aux_biases_tile_full, 1);
-    init_barriers<2>(aux_biases_tile_empty, 12);
+    init_barriers<2>(aux_biases_tile_empty, 8);
     init_barriers<1>(q_tile_full, 1);
-    init_barriers<1>(q_tile_empty, 12);
+    init_barriers<1>(q_tile_empty, 8);
+    init_barriers<1>(o_tile_empty, 8);
     init_barriers<2>(next_tile_full, 1);
-    init_barriers<2>(next_tile_empty, 12);
+    init_barriers<2>(next_tile_empty, 8);
     fence_barrier_init();
   }
   __syncthreads();
@@ -174,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   const int blocks = min(tiles, args.multiprocessors);
   // one thread keeps the stages full
   if (threadIdx.x >= THREADS) {
-    give_registers<32>();
+    give_registers<40>();
     if (threadIdx.x == THREADS) {
       // the first tile of each block is that of its number
       int tile = block;
@@ -191,8 +200,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {q_block, head, batch});
         wait_barrier(q_tile_empty, (tiles_done % 2 + 1) % 2);
         tma_load<QTile>(q_tile, q_tile_full, args.q, q_start, head, batch, leave_cache_first());
+        if (0 < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV) {
+          wait_barrier(k_tile_empty + kv_blocks_done % 2, (kv_blocks_done / 2 % 2 + 1) % 2);
+          tma_load<KTile>(k_tile + kv_blocks_done % 2 * KTile::BYTES, k_tile_full + kv_blocks_done % 2, args.k, 0, head_kv, batch, keep_in_cache());
+          wait_barrier(aux_biases_tile_empty + kv_blocks_done % 2, (kv_blocks_done / 2 % 2 + 1) % 2);
+          tma_load<AuxBiasesTile>(aux_biases_tile + kv_blocks_done % 2 * AuxBiasesTile::BYTES, aux_biases_tile_full + kv_blocks_done % 2, args.score_biases, q_start, min(head, args.aux_biases_tile_last1), min(batch, args.aux_biases_tile_last0), leave_cache_first(), 0);
+          // the O of the last tile has left this memory
+          wait_barrier(o_tile_empty, (tiles_done + 1) % 2);
+          wait_barrier(v_tile_empty + kv_blocks_done % 2, (kv_blocks_done / 2 % 2 + 1) % 2);
+          tma_load<VTile>(v_tile + kv_blocks_done % 2 * VTile::BYTES, v_tile_full + kv_blocks_done % 2, args.v, 0, head_kv, batch, keep_in_cache());
+        }
         #pragma unroll 1  // the loading thread has few registers
-        for (int kv_block = 0; kv_block < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV; ++kv_block) {
+        for (int kv_block = 1; kv_block < (args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV; ++kv_block) {
           const int kv_start = kv_block * BLOCK_KV;
           wait_barrier(k_tile_empty + (kv_blocks_done + kv_block) % 2, ((kv_blocks_done + kv_block) / 2 % 2 + 1) % 2);
           tma_load<KTile>(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES, k_tile_full + (kv_blocks_done + kv_block) % 2, args.k, kv_start, head_kv, batch, keep_in_cache());
@@ -216,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   }
 
   if (threadIdx.x < THREADS) {
-    take_registers<160>();
+    take_registers<232>();
     const uint32 q_tile_operand = uniform(QTile::start(q_tile) + warpgroup * QTile::WARPGROUP_STEP);
     first_turn<THREADS / 128>(warpgroup);
     int tiles_done = 0;
@@ -241,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x64x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
+          wgmma_64x128x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
         }
         commit_products();
         wait_barrier(aux_biases_tile_full + kv_blocks_done % 2, kv_blocks_done / 2 % 2);
@@ -324,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x64x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
+          wgmma_64x128x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
         }
         commit_products();
         begin_products();
@@ -495,21 +514,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
           o_out[i][j] = pack<element>(o_acc[i][2 * j] * inverse[i], o_acc[i][2 * j + 1] * inverse[i]);
         }
       }
-      // the O of the last tile has left
-      wait_stored();
-      warpgroup_barrier(warpgroup);
+      // every warp is done with the tiles that this one lies over
+      consumer_barrier<THREADS>();
       store_panels<OAcc, OTile>(o_tile, o_out);
       fence_stores();
       warpgroup_barrier(warpgroup);
       tma_store<OTile>(args.o, q_block * BLOCK_Q, head, batch, o_tile, warpgroup);
+      wait_stored();
+      arrive_warp(o_tile_empty);
       arrive_warp(next_tile_empty + tiles_done % 2);
       tiles_done = tiles_done + 1;
       wait_barrier(next_tile_full + tiles_done % 2, tiles_done / 2 % 2);
       // the next tile, as the producer has published it
       q_block = take_tile(next_tile + tiles_done % 2 * 8, 0);
     }
-
-    // shared memory outlives the copies from it
-    wait_stored();
   }
 }

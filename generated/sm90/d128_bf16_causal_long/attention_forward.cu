@@ -2,7 +2,7 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_90a
-//   tile q 128 x kv 160, 12 warps, 2 stages, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-12-02, 577 to 658 TFLOP/s: python -m flashgen tune --direction fwd --head-dim 128 --causal --preset spine --rounds 3)
+//   tile q 128 x kv 160, 12 warps, 2 stages, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-12-02, 577 to 658 TFLOP/s, at 4096 (2026-12-03) 574 beside 581 with 128 keys: python -m flashgen tune --direction fwd --head-dim 128 --causal --preset spine --rounds 3)
 //   block_q = 128, block_kv = 160, head_dim = 128, head_dim_v = 128
 //   384 threads, about 214 registers each, 1 a multiprocessor
 //   shared memory 229552 of 232448 bytes
