@@ -6,7 +6,7 @@ import pytest
 from verdicts import SMALLEST, judged
 
 from flashgen import build, masks, scores, variants
-from flashgen.attention import backward, forward
+from flashgen.attention import backward, forward, tiles
 from flashgen.bench.variants import OF_ONE_LENGTH, functions
 from flashgen.ir.dtype import F32
 from flashgen.plan import planner, tuned
@@ -59,15 +59,26 @@ def of_variant(variant, causal=True):
     return {"causal": causal, "mask": mask, "score": score}
 
 
-KINDS = {tuned.kind(Spec(**of_variant(name))): name for name in ("", *OF_ONE_LENGTH)}  # what `tune` gives lines for
+# What `tune` gives lines for: options by the kind of their functions, whose arrays lie as TMA asks where they can.
+KINDS = {
+    tuned.kind(replace(spec, tiled=tiled)): (name, tiled)
+    for name in ("", *OF_ONE_LENGTH)
+    for spec in [Spec(**of_variant(name))]
+    for tiled in ((False, True) if tiles.fit(spec) else (False,))
+}
+
+
+def of_kind(kind, causal):
+    variant, tiled = KINDS[kind]
+    return of_variant(variant, causal) | {"tiled": tiled}
 
 
 def ill_fitting(table):
     """A sentence for each line of a table that names no candidate, several, or one that is rejected."""
     for (chip, name, head_dim, head_dim_v, causal, kind, length), line in table.items():
         make, deterministic = PLANNED[name]
-        given = of_variant(KINDS[kind], causal)
-        spec = Spec(head_dim, head_dim_v, deterministic=deterministic, length=length, **given)
+        given = of_kind(kind, causal) | {"deterministic": deterministic, "length": length}
+        spec = Spec(head_dim, head_dim_v, **given)
         found = [verdict for verdict in every(make(spec), spec, parse_arch(chip)) if line.matches(verdict.candidate)]
         if len(found) != 1:
             yield f"{chip} {name} {spec}: {len(found)} candidates have these blocks, warps, stages and split"
@@ -135,7 +146,7 @@ PLAIN = [key for key in LINES if not key[-1]]
 
 
 def spec_of(key, **others):
-    return Spec(key[2], key[3], **(of_variant(KINDS[key[5]], key[4]) | others))
+    return Spec(key[2], key[3], **(of_kind(key[5], key[4]) | others))
 
 
 def test_every_line_of_a_length_has_its_limit_and_the_usual_one_beside_it():
@@ -197,7 +208,7 @@ def test_a_length_is_one_of_three():
 
 
 def test_a_kind_is_what_the_functions_are_without_their_numbers():
-    assert list(KINDS) == ["", "softcap", "alibi", "bias_bf16", "window", "document_int"]
+    assert list(KINDS) == ["", "softcap", "alibi", "bias_bf16", "bias_bf16_tiled", "window", "document_int"]
 
     def kind(**options):
         causal, mask, score = variants.functions(True, **options)
