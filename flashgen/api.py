@@ -11,7 +11,7 @@ from flashgen.kernel import Aux, Kernel, current_arch, kernel_for, traced_by_tor
 from flashgen.plan.arch import parse_arch
 from flashgen.runtime import sequences
 from flashgen.runtime.arguments import check_dimensions
-from flashgen.runtime.arrays import library_of
+from flashgen.runtime.arrays import is_array, library_of
 from flashgen.runtime.dropping import parse
 from flashgen.spec import Spec, parse_dtype
 from flashgen.trace.state import state
@@ -180,7 +180,6 @@ def attention(
     library_of(v, "v")
     check_dimensions("q", q)
     check_dimensions("v", v)
-    _check_layout(layout)
     options |= {"causal": causal, "layout": layout, "dropout": drops, "sinks": sinks is not None}
     options |= {"bias": bias is not None, "alibi": alibi_slopes is not None}
     kernel = _kernel_of((q.shape[3], v.shape[3]), q.dtype, options, arrays)
@@ -199,8 +198,8 @@ def _kernel_of(dims: tuple[int, int], dtype: Any, options: dict[str, Any], array
     kernel = None if key is None else _kept.get(key)
     if kernel is None:
         assumed = compile(dims[0], head_dim_v=dims[1], dtype=str(dtype).removeprefix("torch."), **options)
-        kernel = assumed.resolve(**arrays)[0]  # of these types, and so it needs no function any more, and holds none
-        if key is not None and key == _key(dims, dtype, options, arrays):  # what it is made of has not changed meanwhile
+        kernel = assumed.resolve(**arrays)[0]  # of these types: it needs no function any more, and holds none
+        if key is not None and key == _key(dims, dtype, options, arrays):  # nothing has changed during the trace
             if len(_kept) >= KEPT:
                 _kept.clear()
             kernel = _kept.setdefault(key, kernel)
@@ -212,16 +211,15 @@ def _key(dims: tuple[int, int], dtype: Any, options: dict[str, Any], arrays: dic
     known = state(tuple(options.values()))
     if known is None:
         return None
-    types = []
-    for array in arrays.values():
-        several = isinstance(array, tuple | list)
-        types.append(tuple([_type(item) for item in array]) if several else _type(array))
-    return dims, dtype, known, current_arch(), debug.interpret(), *types
+    types = [None if array is None else _types(array) for array in arrays.values()]
+    return dims, dtype, known, current_arch().name, debug.interpret(), *types
 
 
-def _type(array: Any) -> Any:
-    """What of an array a kernel depends on: that there is one, and its type; what is none is refused by the kernel."""
-    return None if array is None else getattr(array, "dtype", type(array))
+def _types(array: Any) -> Any:
+    """What of an array, or of several, a kernel depends on; what is no array has a class, and the kernel refuses it."""
+    if type(array) is tuple or type(array) is list:
+        return tuple([_types(item) for item in array])
+    return array.dtype if is_array(array) else type(array)
 
 
 def varlen_attention(

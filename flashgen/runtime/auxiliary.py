@@ -65,6 +65,8 @@ def named(spec: Spec, mask_aux: Any, score_aux: Any, bias: Any = None, alibi_slo
 
 def _built_in(spec: Spec, given: dict[str, Any]) -> dict[str, Any]:
     """The arrays of options, with an axis of one element for each that is missing in front."""
+    if spec.score is None and not any(array is not None for array in given.values()):
+        return {}
     ranks = {item.name: item.rank for item in spec.arrays}
     found = {}
     for name, array in given.items():

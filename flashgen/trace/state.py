@@ -14,7 +14,7 @@ import dis
 import functools
 import math
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -39,16 +39,15 @@ PURE = frozenset(
 )
 
 # Code that writes to what outlives it, or reads by names that are not seen here: imports, the bodies of classes.
-REFUSED = frozenset(
-    "STORE_GLOBAL DELETE_GLOBAL STORE_ATTR DELETE_ATTR IMPORT_NAME LOAD_BUILD_CLASS LOAD_NAME LOAD_CLASSDEREF "
-    "LOAD_FROM_DICT_OR_GLOBALS LOAD_FROM_DICT_OR_DEREF MATCH_CLASS".split()
-)
+REFUSED = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT_NAME", "LOAD_BUILD_CLASS"} | {
+    *("LOAD_NAME", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_FROM_DICT_OR_DEREF", "MATCH_CLASS")
+}
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 # Attributes through which a function gives its globals or its frame away: f.__globals__, "{0.__globals__}".format(f).
 HIDDEN = ("__", "gi_", "cr_", "ag_")
 FORMATS = ("format", "format_map")
 
-Path = tuple[str, ...]  # a variable, and the attributes that are asked of it at once
+Path = tuple[str, ...]  # attributes that are asked of a variable at once
 
 
 class _Missing:
@@ -101,7 +100,7 @@ class _Walk:
         self.depth -= 1
         if self.left < 0 or self.depth < 0:
             raise _Untold
-        found = tuple([self.of(item) for item in values])
+        found = tuple([None if item is None else self.of(item) for item in values])
         self.depth += 1
         return found
 
@@ -109,26 +108,26 @@ class _Walk:
         if function in self.seen:
             return FunctionType, self.seen[function]
         self.seen[function] = len(self.seen)
-        code = function.__code__
-        own = (function.__defaults__, *(tuple(dict.items(x)) for x in (function.__kwdefaults__ or {}, vars(function))))
-        if str(function.__globals__.get("__name__")).partition(".")[0] == PACKAGE:  # whose globals do not change
-            reached = tuple([_contents(cell) for cell in function.__closure__ or ()])
-        else:
-            reached = tuple(_reached(function))
-        return FunctionType, code, code.co_flags, self.each((*own, *reached))
+        code, closure = function.__code__, function.__closure__
+        module = function.__globals__.get("__name__")
+        trusted = isinstance(module, str) and module.partition(".")[0] == PACKAGE  # whose globals do not change
+        if trusted and not closure:
+            return FunctionType, code
+        named = [tuple(dict.items(x)) if x else None for x in (function.__kwdefaults__, vars(function))]
+        reached = [_contents(cell) for cell in closure or ()] if trusted else _reached(function)
+        return FunctionType, code, code.co_flags, self.each((function.__defaults__, *named, *reached))
 
 
-def _reached(function: FunctionType) -> Iterator[Any]:
+def _reached(function: FunctionType) -> list[Any]:
     """The values of the variables that a function reads, and of attributes of modules among them."""
     reads = _reads(function.__code__)
-    if reads is None or type(function.__globals__) is not dict:
+    own, builtin = function.__globals__, function.__builtins__  # type: ignore[attr-defined]
+    if reads is None or type(own) is not dict or type(builtin) is not dict:
         raise _Untold
-    builtin: Mapping[str, Any] = function.__builtins__  # type: ignore[attr-defined]
-    for name, *path in reads.globals:
-        yield _at(function.__globals__.get(name, builtin.get(name, _Missing)), path)
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    for name, *path in reads.cells:
-        yield _at(_contents(cells[name]), path)
+    found = [_at(own.get(name, builtin.get(name, _Missing)), path) for name, path in reads.globals]
+    if function.__closure__:
+        found += [_at(_contents(function.__closure__[place]), path) for place, path in reads.cells]
+    return found
 
 
 def _contents(cell: Any) -> Any:
@@ -138,7 +137,7 @@ def _contents(cell: Any) -> Any:
         return _Missing
 
 
-def _at(value: Any, path: list[str]) -> Any:
+def _at(value: Any, path: Path) -> Any:
     """What attributes of a module are; those of other things are part of them."""
     for name in path:
         if type(value) is not ModuleType:
@@ -151,10 +150,10 @@ def _at(value: Any, path: list[str]) -> Any:
 
 @dataclass
 class _Reads:
-    """What code reads, each once and in a fixed order."""
+    """What code reads, each once and in a fixed order: globals by name, cells by their place in the closure."""
 
-    globals: dict[Path, None] = field(default_factory=dict)
-    cells: dict[Path, None] = field(default_factory=dict)
+    globals: dict[tuple[str, Path], None] = field(default_factory=dict)
+    cells: dict[tuple[int, Path], None] = field(default_factory=dict)
 
 
 @lru_cache(KEPT)
@@ -169,15 +168,15 @@ def _reads(code: CodeType) -> _Reads | None:
             if op in ATTRIBUTES and (name.startswith(HIDDEN) or name in FORMATS):
                 return None
             if op == "LOAD_GLOBAL":
-                found.globals[_path(steps, place)] = None
+                found.globals[name, _path(steps, place + 1)] = None
             elif op == "LOAD_DEREF" and name in code.co_freevars:
-                found.cells[_path(steps, place)] = None
+                found.cells[code.co_freevars.index(name), _path(steps, place + 1)] = None
     return found
 
 
 def _path(steps: list[tuple[str, Any]], place: int) -> Path:
-    """The variable that is loaded at a place, and the attributes behind it."""
-    end = place + 1
+    """The attributes that are loaded from a place on."""
+    end = place
     while end < len(steps) and steps[end][0] in ATTRIBUTES:
         end += 1
     return tuple(name for _, name in steps[place:end])
