@@ -163,6 +163,8 @@ def attention(
     scale: 1/sqrt(head_dim) where None.
     window, softcap, mask_mod, score_mod and precision as `compile` takes them; mask_aux, score_aux, bias, alibi_slopes,
     sinks, dropout, block_mask, seqused_k and check as a kernel does.
+    What functions refer to (variables, defaults, numbers in modules, other functions) is looked at in each call, and
+    they are traced again where it has changed, and in each call where they refer to lists, objects or classes.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q), of float64 float64. Raises ValueError or TypeError before anything is compiled.
     """

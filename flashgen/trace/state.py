@@ -79,9 +79,9 @@ class _Walk:
 
     def of(self, value: Any) -> Hashable:
         kind = type(value)
-        if value is None or kind is str:
+        if value is None or kind is bool or kind is str:
             return value
-        if kind is int or kind is bool:  # with the type, as 1 == True == 1.0
+        if kind is int:  # with the type, as 1 == True == 1.0
             return kind, value
         if kind is float:
             return kind, value.hex()  # 0.0 == -0.0, and NaN is no number's equal
@@ -100,7 +100,7 @@ class _Walk:
         self.depth -= 1
         if self.left < 0 or self.depth < 0:
             raise _Untold
-        found = tuple([None if item is None else self.of(item) for item in values])
+        found = tuple([item if item is None or item is False else self.of(item) for item in values])
         self.depth += 1
         return found
 

@@ -1,4 +1,4 @@
-"""Calls of `attention` that repeat have one kernel, and are traced again where what their functions read has changed."""
+"""Calls of `attention` that repeat have one kernel; what their functions read is looked at in each call."""
 
 import gc
 import threading
@@ -332,9 +332,8 @@ def test_threads_get_the_kernels_of_their_own_functions():
 
     def work(seed):
         generator = np.random.default_rng(seed)
-        for limit in generator.integers(1, 5, 60):
-            limit = int(limit)
-            if seen_keys(lambda b, h, q_idx, kv_idx: kv_idx < limit) != limit:
+        for limit in map(int, generator.integers(1, 5, 60)):
+            if seen_keys(lambda b, h, q_idx, kv_idx, limit=limit: kv_idx < limit) != limit:
                 wrong.append(limit)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]

@@ -120,7 +120,7 @@ def test_globals(text):
 
 
 def test_numbers_in_modules(module):
-    f, own = defined("f = lambda b, h, q, k: k < m.limit", m=module)
+    f, _ = defined("f = lambda b, h, q, k: k < m.limit", m=module)
     before = state(f)
     module.other = [2]
     assert state(f) == before is not None
@@ -183,15 +183,30 @@ class Config:
 
 @pytest.mark.parametrize(
     "value",
-    [[1], {1: 2}, {1}, bytearray(b"1"), np.ones(2), np.float64(1.0), np.int64(1), Config, Config(), Config().sees, object(), (1, [2])]
-    + [functools.partial(len), functools.lru_cache(lambda: 1), operator.attrgetter("x"), iter([1]), [1].append, "x".join]
-    + [open, getattr, setattr, globals, vars, eval, exec, __import__, id, hash, print, sys, np.where, operator.methodcaller],
+    [
+        *([1], {1: 2}, {1}, bytearray(b"1"), np.ones(2), np.float64(1.0), np.int64(1), (1, [2]), iter([1]), object()),
+        *(Config, Config(), Config().sees, [1].append, "x".join, functools.partial(len), functools.lru_cache(len)),
+        *(operator.attrgetter("x"), operator.methodcaller, np.where, sys, open, getattr, setattr, globals, vars, eval),
+        *(exec, __import__, id, hash, print),
+    ],
     ids=lambda value: type(value).__name__ + getattr(value, "__name__", ""),
-)  # fmt: skip
+)
 def test_what_cannot_be_told_has_no_state(value):
     assert state(value) is None
     for make in MAKERS:
         assert state(make(value)) is None
+
+
+# A function in another, which does something with the variable of that.
+WRITES = """
+def make():
+    n = 0
+    def f(b, h, q, k):
+        {}
+        return k < n
+    return f
+f = make()
+"""
 
 
 @pytest.mark.parametrize(
@@ -200,9 +215,9 @@ def test_what_cannot_be_told_has_no_state(value):
         "def f(b, h, q, k):\n    global n\n    n = 1\n    return k < n",
         "def f(b, h, q, k):\n    global n\n    del n\n    return k < q",
         "def f(b, h, q, k):\n    def g():\n        global n\n        n = 2\n    g()\n    return k < q",
-        "def make():\n    n = 0\n    def f(b, h, q, k):\n        nonlocal n\n        n += 1\n        return k < n\n    return f\nf = make()",
-        "def make():\n    n = 0\n    def f(b, h, q, k):\n        def g():\n            nonlocal n\n            n += 1\n        g()\n        return k < n\n"
-        "    return f\nf = make()",
+        WRITES.format("nonlocal n; n += 1"),
+        WRITES.format("def g():\n            nonlocal n; n += 1\n        g()"),
+        WRITES.format("def g():\n            nonlocal n; del n\n        g()"),
         "def f(b, h, q, k):\n    f.n = 1\n    return k < q",
         "def f(b, h, q, k):\n    del f.n\n    return k < q",
         "def f(b, h, q, k):\n    import math\n    return k < q",
@@ -225,7 +240,16 @@ def test_code_that_reaches_further_has_no_state(text):
 
 
 def test_a_write_to_variables_of_its_own_is_harmless():
-    text = "def f(b, h, q, k):\n    n = 0\n    def g():\n        nonlocal n\n        n += 1\n    g()\n    x = [1]\n    x[0] = 2\n    return k < n"
+    text = """
+def f(b, h, q, k):
+    n, x = 0, [1]
+    def g():
+        nonlocal n
+        n += 1
+    g()
+    x[0] = 2
+    return k < n
+"""
     assert state(defined(text)[0]) is not None
 
 
@@ -256,9 +280,11 @@ def test_a_builtin_that_is_hidden_by_a_global():
     assert state(f) is None
 
 
-@pytest.mark.parametrize("make", [lambda n: masks.window(n, 0), masks.prefix, masks.chunked, masks.dilated, masks.strided]
-                         + [lambda n: masks.sink_window(n, 0), lambda n: scores.softcap(float(n))]
-                         + [lambda n: scores.relative_bias(2 * n)])  # fmt: skip
+FACTORIES = [masks.prefix, masks.chunked, masks.dilated, masks.strided, lambda n: masks.window(n, 0)]
+FACTORIES += [lambda n: masks.sink_window(n, 0), lambda n: scores.softcap(float(n)), lambda n: scores.relative_bias(n)]
+
+
+@pytest.mark.parametrize("make", FACTORIES)
 def test_factories_of_this_package(make):
     assert state(make(100)) == state(make(100)) is not None
     assert state(make(100)) != state(make(50)) is not None
