@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen import debug, variants
@@ -12,15 +11,17 @@ from flashgen.kernel import Aux, Kernel, current_arch, kernel_for, traced_by_tor
 from flashgen.plan.arch import parse_arch
 from flashgen.runtime import sequences
 from flashgen.runtime.arguments import check_dimensions
-from flashgen.runtime.arrays import library_of
+from flashgen.runtime.arrays import is_array, library_of
 from flashgen.runtime.dropping import parse
 from flashgen.spec import Spec, parse_dtype
+from flashgen.trace.state import state
 from flashgen.varlen import VarlenKernel
 
 if TYPE_CHECKING:
     from flashgen.runtime.blocks import BlockMask
     from flashgen.trace import DTypes
 
+KEPT = 1024  # kernels of calls; functions that are others in each step of a training fill them
 LAYOUTS = ("bshd", "bhsd")
 TARGETS = ("auto", "cuda", "interpret")
 
@@ -162,40 +163,65 @@ def attention(
     scale: 1/sqrt(head_dim) where None.
     window, softcap, mask_mod, score_mod and precision as `compile` takes them; mask_aux, score_aux, bias, alibi_slopes,
     sinks, dropout, block_mask, seqused_k and check as a kernel does.
+    What functions refer to (variables, defaults, numbers in modules, other functions) is looked at in each call, and
+    they are traced again where it has changed, and in each call where they refer to lists, objects or classes.
     Returns o (batch, seqlen_q, heads, head_dim_v), with return_lse also the natural-log LSE, float32
     (batch, heads, seqlen_q), of float64 float64. Raises ValueError or TypeError before anything is compiled.
     """
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
     options["precision"] = precision
-    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "sinks": sinks, "block_mask": block_mask}
-    arrays |= {"bias": bias, "alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "check": check}
-    if parse(dropout_p, dropout_seed, dropout_offset) is not None:
-        options["dropout"] = True
+    arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "bias": bias, "alibi_slopes": alibi_slopes}
+    arrays |= {"sinks": sinks, "block_mask": block_mask, "seqused_k": seqused_k}
+    drops = parse(dropout_p, dropout_seed, dropout_offset) is not None
+    if drops:
         arrays |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
     if traced_by_torch():
-        options.pop("dropout", None)
-        return untraced(attention)(q, k, v, causal, scale, layout, return_lse, **options, **arrays)
+        given = (q, k, v, causal, scale, layout, return_lse)
+        return untraced(attention)(*given, **options, **arrays, check=check)
     library_of(q)
     library_of(v, "v")
     check_dimensions("q", q)
     check_dimensions("v", v)
-    dims, surroundings = (q.shape[3], v.shape[3]), (current_arch(), debug.interpret())
-    added = {"bias": bias is not None, "alibi": alibi_slopes is not None, "sinks": sinks is not None}
-    plain = all(option is None for option in options.values()) and not any(added.values())
-    if isinstance(causal, bool) and plain:
-        _check_layout(layout)
-        kernel = _compiled(*dims, q.dtype, causal, layout, *surroundings)
-    else:  # traced each time: what a function refers to may have changed
-        dtype = str(q.dtype).removeprefix("torch.")
-        options |= added
-        kernel = compile(dims[0], causal, head_dim_v=dims[1], dtype=dtype, layout=layout, **options)
-    return kernel(q, k, v, scale=scale, return_lse=return_lse, **arrays)
+    options |= {"causal": causal, "layout": layout, "dropout": drops, "sinks": sinks is not None}
+    options |= {"bias": bias is not None, "alibi": alibi_slopes is not None}
+    kernel = _kernel_of((q.shape[3], v.shape[3]), q.dtype, options, arrays)
+    return kernel(q, k, v, scale=scale, return_lse=return_lse, check=check, **arrays)
 
 
-@cache
-def _compiled(head_dim: int, head_dim_v: int, dtype: Any, causal: bool, layout: str, *_surroundings: Any) -> Kernel:
-    """`compile` for calls that repeat; the chip and FLASHGEN_INTERPRET, on which it depends too, are in the key."""
-    return compile(head_dim, causal, head_dim_v=head_dim_v, dtype=str(dtype).removeprefix("torch."), layout=layout)
+_kept: dict[tuple, Kernel] = {}
+
+
+def _kernel_of(dims: tuple[int, int], dtype: Any, options: dict[str, Any], arrays: dict[str, Any]) -> Any:
+    """The kernel that runs a call of these options and arrays: the one of an earlier call, where all is as it was then.
+
+    Functions that may give another trace than they did, or of which that cannot be told, are traced.
+    """
+    key = _key(dims, dtype, options, arrays)
+    kernel = None if key is None else _kept.get(key)
+    if kernel is None:
+        assumed = compile(dims[0], head_dim_v=dims[1], dtype=str(dtype).removeprefix("torch."), **options)
+        kernel = assumed.resolve(**arrays)[0]  # of these types: it needs no function any more, and holds none
+        if key is not None and key == _key(dims, dtype, options, arrays):  # nothing has changed during the trace
+            if len(_kept) >= KEPT:
+                _kept.clear()
+            kernel = _kept.setdefault(key, kernel)
+    return kernel
+
+
+def _key(dims: tuple[int, int], dtype: Any, options: dict[str, Any], arrays: dict[str, Any]) -> tuple | None:
+    """All that the kernel of a call depends on, None where that cannot be told; it holds no array and no function."""
+    known = state(tuple(options.values()))
+    if known is None:
+        return None
+    types = [None if array is None else _types(array) for array in arrays.values()]
+    return dims, dtype, known, current_arch().name, debug.interpret(), *types
+
+
+def _types(array: Any) -> Any:
+    """What of an array, or of several, a kernel depends on; what is no array has a class, and the kernel refuses it."""
+    if type(array) is tuple or type(array) is list:
+        return tuple([_types(item) for item in array])
+    return array.dtype if is_array(array) else type(array)
 
 
 def varlen_attention(
@@ -248,18 +274,17 @@ def varlen_attention(
     options: dict[str, Any] = {"window": window, "softcap": softcap, "mask_mod": mask_mod, "score_mod": score_mod}
     options["precision"] = precision
     arrays: dict[str, Any] = {"mask_aux": mask_aux, "score_aux": score_aux, "seqused_k": seqused_k, "sinks": sinks}
-    arrays |= {"block_mask": block_mask, "check": check}
-    drop = {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
+    drop: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if traced_by_torch():
-        return untraced(varlen_attention)(*given, causal, scale, return_lse, **options, **arrays, **drop)
-    options |= {"sinks": sinks is not None, "dropout": parse(dropout_p, dropout_seed, dropout_offset) is not None}
-    arrays |= drop if options["dropout"] else {}
+        more = {"block_mask": block_mask, "check": check}
+        return untraced(varlen_attention)(*given, causal, scale, return_lse, **options, **arrays, **drop, **more)
+    drops = parse(dropout_p, dropout_seed, dropout_offset) is not None
     library_of(q)
     library_of(v, "v")
     sequences.check_dimensions("q", q)
     sequences.check_dimensions("v", v)
-    dtype = str(q.dtype).removeprefix("torch.")
-    # A kernel of its functions, its chip and its options is one object: only functions are traced again.
-    kernel: Any = compile(q.shape[2], causal, head_dim_v=v.shape[2], dtype=dtype, varlen=True, **options)
-    return kernel(*given, scale=scale, return_lse=return_lse, **arrays)
+    options |= {"causal": causal, "varlen": True, "sinks": sinks is not None, "dropout": drops}
+    arrays |= drop if drops else {}
+    kernel = _kernel_of((q.shape[2], v.shape[2]), q.dtype, options, arrays)
+    return kernel(*given, scale=scale, return_lse=return_lse, block_mask=block_mask, check=check, **arrays)

@@ -320,7 +320,7 @@ class Kernel(Runner):
         if without and dropout_seed is None and not self._reads:
             return self, {}, PLAIN
         arrays = auxiliary.named(self.spec, mask_aux, score_aux, bias, alibi_slopes)
-        types = auxiliary.dtypes(self.spec, arrays)
+        types = auxiliary.dtypes(self.spec, arrays) if self._retrace else (None, None)
         of_sinks = sink_arrays.dtype(self.spec, sinks)
         arrays |= {} if sinks is None else {"sinks": sinks}
         arrays |= {} if seqused_k is None else {"seqused_k": seqused_k}

@@ -63,10 +63,10 @@ def relative_bias(buckets: int = 32, max_distance: int = 128, bidirectional: boo
         )
     # The first distance of each further bucket: exact * (max_distance / exact)^(k / steps), compared as integers.
     steps = count - exact
-    firsts = [
+    firsts = tuple(
         next(n for n in range(exact, max_distance + 1) if n**steps >= max_distance**k * exact ** (steps - k))
         for k in range(1, steps)
-    ]
+    )
 
     def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
         behind = kv_idx - (q_idx + (seqlen_k - seqlen_q))

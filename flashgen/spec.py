@@ -38,6 +38,9 @@ class Function:
     expr: Expr = field(compare=False, repr=False)
     arrays: tuple[Array, ...] = ()
 
+    def __hash__(self) -> int:  # asked of each call with a block mask; a text keeps its own
+        return hash(self.text)
+
 
 @dataclass(frozen=True)
 class Spec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 from flashgen.kernel import Aux, Kernel, traced_by_torch, untraced
@@ -143,7 +142,7 @@ class VarlenKernel(Kernel):
         kernel: Any
         kernel, read, options = self.resolve(**given)
         arrays = dict(zip(sequences.OFFSETS, told, strict=True))
-        return kernel, read | arrays, replace(options, queries=_hint(max_seqlen_q))
+        return kernel, read | arrays, Options(options.drop, options.block_mask, _hint(max_seqlen_q))
 
     def check_values(self, library: Library, arrays: dict[str, Any]) -> None:
         sequences.check_values(library, arrays)

@@ -174,6 +174,11 @@ def library_of(array: Any, name: str = "q") -> Library:
     return library
 
 
+def is_array(array: Any) -> bool:
+    """True for what `library_of` knows."""
+    return _library_of_type(type(array)) is not None  # type: ignore[arg-type]
+
+
 @cache
 def _library_of_type(kind: type) -> Library | None:
     """By the module of a base; scalars and other classes of these libraries are no arrays."""

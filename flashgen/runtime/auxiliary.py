@@ -47,6 +47,8 @@ def _dtype(name: str, array: Any) -> DType:
 
 def named(spec: Spec, mask_aux: Any, score_aux: Any, bias: Any = None, alibi_slopes: Any = None) -> dict[str, Any]:
     """The arrays by their names in the kernels; ValueError unless there are as many as the functions take."""
+    if mask_aux is score_aux is bias is alibi_slopes is None and not spec.arrays:
+        return {}
     found: dict[str, Any] = {}
     for kind, function, aux in (("mask", spec.mask, mask_aux), ("score", spec.score, score_aux)):
         if aux is not None and not isinstance(aux, tuple | list):
@@ -65,6 +67,8 @@ def named(spec: Spec, mask_aux: Any, score_aux: Any, bias: Any = None, alibi_slo
 
 def _built_in(spec: Spec, given: dict[str, Any]) -> dict[str, Any]:
     """The arrays of options, with an axis of one element for each that is missing in front."""
+    if spec.score is None and not any(array is not None for array in given.values()):
+        return {}
     ranks = {item.name: item.rank for item in spec.arrays}
     found = {}
     for name, array in given.items():

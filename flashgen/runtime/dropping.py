@@ -54,10 +54,9 @@ def parse(p: Any, seed: Any, offset: Any) -> Drop | None:
         if p > 0.0:
             raise ValueError("dropout_p is given but no dropout_seed; give an integer, the same for the same mask")
         seed = 0
-    seed, offset = (
-        parse_integer(name, value, "use a Python integer; call .item() on a tensor")
-        for name, value in (("dropout_seed", seed), ("dropout_offset", offset))
-    )
+    instead = "use a Python integer; call .item() on a tensor"
+    seed = parse_integer("dropout_seed", seed, instead)
+    offset = parse_integer("dropout_offset", offset, instead)
     for name, value, bits in (("dropout_seed", seed, SEED_BITS), ("dropout_offset", offset, OFFSET_BITS)):
         if not 0 <= value < 2**bits:
             raise ValueError(f"{name} = {value} must be from 0 to 2^{bits} - 1")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import flashgen
+from flashgen import masks
 from flashgen.kernel import Kernel
 from flashgen.plan.arch import parse_arch
 from flashgen.runtime import launch, program, tensormap, tile_counters
@@ -15,6 +16,7 @@ from flashgen.runtime.arrays import LIBRARIES
 
 torch = pytest.importorskip("torch")
 
+IDS = torch.zeros(1, 64, dtype=torch.int32)
 RUNTIME = SimpleNamespace(
     malloc=lambda size: 2**20,
     memset=lambda *_: None,
@@ -71,6 +73,23 @@ def test_a_repeated_call_of_a_kernel_takes_few_calls(launched):
         names = min((calls_of(lambda: kernel(q, k, v)) for _ in range(20)), key=len)
     assert len(launched) == 20 and names.count("signature") == 3
     assert len(names) <= 28, names
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        pytest.param({}, 56, id="plain"),
+        pytest.param({"window": (100, 0)}, 60, id="window"),
+        pytest.param({"softcap": 30.0}, 58, id="softcap"),
+        pytest.param({"mask_mod": masks.document, "mask_aux": (IDS,)}, 76, id="document"),
+    ],
+)
+def test_a_repeated_call_of_attention_traces_nothing_and_takes_few_calls(launched, options, most):
+    q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
+    with torch.no_grad():
+        names = min((calls_of(lambda: flashgen.attention(q, k, v, True, **options)) for _ in range(20)), key=len)
+    assert len(launched) == 20 and not {"_traced", "compile", "document", "replace"} & set(names)
+    assert len(names) <= most, names
 
 
 def test_other_addresses_are_packed_again_and_other_shapes_are_checked_again(launched):
