@@ -3,7 +3,8 @@
 A card of this size is capped by power, not by clocks: it is faster when cold, and whoever is measured first or after a
 light neighbour gains up to 10 percent. So the card is preheated with matrix products until its rate settles, heated
 again before each cell (checking and compiling let it cool), the competitors of a cell take turns in a shuffled order,
-and each is judged by the median of its rounds. Before its rounds a competitor's result is compared with torch's own
+and each is judged by the median of its rounds. Rounds are so short that all run at nearly the same clock; `sustained_s`
+shows each at the clock that its own power allows. Before its rounds a competitor's result is compared with torch's own
 attention, and after them once more: a kernel that is wrong, or wrong now and then, is reported and not ranked.
 
 Inputs are random, never zeros (zeros draw less power). q, k and v of a cell take 192 MiB together, several times the
@@ -237,11 +238,17 @@ class ContextLost(RuntimeError):
 
 
 class Harness:
-    """Times cells on one card: the clock, the heater and the shuffling, with the number of rounds."""
+    """Times cells on one card: the clock, the heater and the shuffling, with the number of rounds.
 
-    def __init__(self, clock: Any, heater: Heater, device: str, rounds: int = 7, seed: int = 0) -> None:
+    sustained_s: instead of rounds each competitor runs once, for so many seconds, of which the second half counts.
+    """
+
+    def __init__(
+        self, clock: Any, heater: Heater, device: str, rounds: int = 7, seed: int = 0, sustained_s: float = 0.0
+    ) -> None:
         self.clock, self.heater, self.device = clock, heater, device
-        self.rounds, self.seed, self.random = rounds, seed, random.Random(seed)
+        self.rounds, self.seed, self.random = 1 if sustained_s else rounds, seed, random.Random(seed)
+        self.sustained_s = sustained_s
 
     def measure(
         self, cell: Cell, peers: Iterable[Peer], margin: float | None = None, kept: Sequence[str] = ()
@@ -314,9 +321,18 @@ class Harness:
 
     def _round(self, competitor: Competitor, last: dict[str, Sequence[Any]]) -> None:
         with competitor.peer.context():
+            if self.sustained_s:
+                self._settle(competitor)
             milliseconds, outputs = self.clock.time(competitor.launch, competitor.launches)
         competitor.rounds_ms.append(milliseconds)
         last[competitor.peer.name] = outputs
+
+    def _settle(self, competitor: Competitor) -> None:
+        """Half of the time that it is to run, at the end of which the clock is what its power allows; makes as long a
+        round of the other half."""
+        milliseconds, _ = self.clock.time(competitor.launch, competitor.launches)
+        competitor.launches = max(competitor.launches, round(500.0 * self.sustained_s / milliseconds))
+        self.clock.time(competitor.launch, competitor.launches)
 
     def host_us(self, peers: Iterable[Peer], head_dim: int, causal: bool) -> Iterator[tuple[str, float]]:
         """Microseconds of host time that one forward call takes, without autograd, peer by peer.

@@ -132,11 +132,14 @@ def sentences(results: dict[str, Any]) -> list[str]:
     """What the table cannot say: the card, cuBLAS, the versions, means, host time, noise and failures."""
     about, cublas = results["environment"], results["cublas_tflops"]
     after = "not measured" if cublas.get("after") is None else f"{cublas['after']:.0f}"
+    rounds = f"{results['rounds']} shuffled rounds a cell, medians"
+    if results.get("sustained_s"):
+        rounds = f"Each by itself for {results['sustained_s']:g} s a cell, of which the second half counts"
     lines = [
         f"Card: {about['card']}, {about['multiprocessors']} multiprocessors, driver {about['driver']}, "
         f"CUDA {about['cuda']}, torch {about['torch']}.",
         f"cuBLAS 8192-cubed bf16, TFLOP/s: {cublas['cold']:.0f} cold, {cublas['before']:.0f} before, {after} after.",
-        f"{results['rounds']} shuffled rounds a cell, medians; seed {results['seed']}; {results['date'] or 'no date'}.",
+        f"{rounds}; seed {results['seed']}; {results['date'] or 'no date'}.",
     ]
     lines += [f"{name}: {peer.get('unavailable') or peer['version']}." for name, peer in results["peers"].items()]
     for direction, means in summary(results).items():

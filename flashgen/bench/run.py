@@ -48,13 +48,16 @@ def run(
     out: str | Path = "bench-results",
     seed: int = 0,
     *,
+    sustained_s: float = 0.0,
     date: str = "",
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Times flashgen and its peers, writes bench.json, bench.txt and bench.png into `out`, returns the results.
 
-    `peers` None means every installed peer that is on by default; the axes replace those of the preset.
-    The results: {"preset", "date", "seed", "rounds", "environment", "cublas_tflops": {"cold", "before", "after"},
+    `peers` None means every installed peer that is on by default; the axes replace those of the preset. sustained_s:
+    instead of rounds, each by itself for so many seconds, of which the second half counts.
+    The results: {"preset", "date", "seed", "rounds", "sustained_s", "environment",
+    "cublas_tflops": {"cold", "before", "after"},
     "peers": {name: {"version"} or {"unavailable"}}, "cells": [{"direction", "head_dim", "causal", "seqlen", "batch",
     "heads", "flops", "results": {peer: {"tflops", "ms", "spread", "rounds_ms", "launches", "error", "row_error"} or
     {"skipped"} or {"failed"}}}], "host_us": {"d128 causal": {peer: microseconds}}, "summary"}. Times are milliseconds a
@@ -69,7 +72,7 @@ def run(
         raise BenchError(str(error)) from None
     if not chosen:
         raise BenchError(f"None of the peers can run here: {'; '.join(missing.values())}.")
-    results = opening(preset, rounds, seed, date, chosen, missing)
+    results = opening(preset, rounds, seed, date, chosen, missing) | {"sustained_s": sustained_s}
     try:
         measure_all(results, cells, chosen, console, Path(out))
     finally:  # an interrupted run keeps what it has
@@ -107,7 +110,7 @@ def measure_all(
 
     clock = measure.CudaClock()
     heater = measure.Heater(clock, DEVICE)
-    harness = measure.Harness(clock, heater, DEVICE, results["rounds"], results["seed"])
+    harness = measure.Harness(clock, heater, DEVICE, results["rounds"], results["seed"], results["sustained_s"])
     with make_progress(console) as progress:
         task = progress.add_task("preheating the card", total=len(cells))
         cold, before = heater.settle()
@@ -164,6 +167,10 @@ PEERS_HELP = (
     "Comma-separated: flashgen, fa2, cudnn, flex, varlen, fa3, fa4. "
     "Default: all that are installed, without flex and varlen."
 )
+SUSTAINED_HELP = (
+    "Instead of short rounds in turns, each by itself for so long, at the clock that its own power allows; the second "
+    "half counts."
+)
 VARIANT_HELP = "Time these instead, packed with lengths of its own. Repeatable."
 
 
@@ -193,6 +200,7 @@ def grid_options(function: Callable) -> Callable:
 @click.option("--variant", type=click.Choice(list(VARIANTS)), multiple=True, help=VARIANT_HELP)
 @click.option("--peers", "names", metavar="NAMES", help=PEERS_HELP)
 @click.option("--rounds", type=click.IntRange(5), default=7, show_default=True, help="Rounds; the median counts.")
+@click.option("--sustained", type=click.FloatRange(0.1), metavar="SECONDS", help=SUSTAINED_HELP)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the inputs and of the order of competitors.")
 @click.option("--out", type=click.Path(file_okay=False), default="bench-results", show_default=True, help="Folder.")
 def command(
@@ -204,6 +212,7 @@ def command(
     seqlen: tuple[int, ...],
     causal: bool | None,
     rounds: int,
+    sustained: float | None,
     seed: int,
     out: str,
 ) -> None:
@@ -217,6 +226,7 @@ def command(
     python -m flashgen bench --direction fwd --head-dim 128 --causal --peers flashgen,fa2
     python -m flashgen bench --variant softcap --variant document --seqlen 4096 --peers flashgen,flex,fa4
     python -m flashgen bench --variant packed --peers flashgen,flex,varlen,fa3,fa4
+    python -m flashgen bench --preset full --direction fwd --sustained 1
     """
     try:
         results = run(
@@ -230,6 +240,7 @@ def command(
             rounds,
             out,
             seed,
+            sustained_s=sustained or 0.0,
             date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         )
     except BenchError as error:
