@@ -107,4 +107,4 @@ def test_a_planted_fault_is_seen(planted, fault):
 def test_generated_files_are_small_enough_to_read():
     for name in present(GENERATED):
         lines = (GENERATED / name).read_text(encoding="utf-8").splitlines()
-        assert len(lines) < 520, f"{name} has {len(lines)} lines"
+        assert len(lines) < 540, f"{name} has {len(lines)} lines"

@@ -54,6 +54,18 @@ def launched(monkeypatch):
         cached.cache_clear()
 
 
+@pytest.fixture
+def same_results(monkeypatch):
+    """Results of a shape lie where those of the last call did: at other addresses a call would be packed again."""
+    kept = {}
+
+    def empty(self, shape, like, float32=False):
+        dtype = torch.float32 if float32 else like.dtype
+        return kept.setdefault((shape, dtype), torch.empty(shape, dtype=dtype))
+
+    monkeypatch.setattr(type(LIBRARIES["torch"]), "empty", empty)
+
+
 def calls_of(action):
     """The Python functions that an action calls, in order."""
     names = []
@@ -65,13 +77,12 @@ def calls_of(action):
     return names[1:]  # without the action
 
 
-def test_a_repeated_call_of_a_kernel_takes_few_calls(launched):
+def test_a_repeated_call_of_a_kernel_takes_few_calls(launched, same_results):
     q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
     kernel = Kernel(flashgen.compile(64, True, arch="sm_90a").spec, parse_arch("sm_90a"), "bshd", "auto", False)
     with torch.no_grad():
-        # The fewest of some: results at addresses that were not seen before are packed first.
-        names = min((calls_of(lambda: kernel(q, k, v)) for _ in range(20)), key=len)
-    assert len(launched) == 20 and names.count("signature") == 3
+        *_, names = (calls_of(lambda: kernel(q, k, v)) for _ in range(3))
+    assert len(launched) == 3 and names.count("signature") == 3
     assert len(names) <= 28, names
 
 
@@ -84,11 +95,11 @@ def test_a_repeated_call_of_a_kernel_takes_few_calls(launched):
         pytest.param({"mask_mod": masks.document, "mask_aux": (IDS,)}, 76, id="document"),
     ],
 )
-def test_a_repeated_call_of_attention_traces_nothing_and_takes_few_calls(launched, options, most):
+def test_a_repeated_call_of_attention_traces_nothing_and_takes_few_calls(launched, same_results, options, most):
     q, k, v = (torch.randn(1, 64, 2, 64).bfloat16() for _ in range(3))
     with torch.no_grad():
-        names = min((calls_of(lambda: flashgen.attention(q, k, v, True, **options)) for _ in range(20)), key=len)
-    assert len(launched) == 20 and not {"_traced", "compile", "document", "replace"} & set(names)
+        *_, names = (calls_of(lambda: flashgen.attention(q, k, v, True, **options)) for _ in range(3))
+    assert len(launched) == 3 and not {"_traced", "compile", "document", "replace"} & set(names)
     assert len(names) <= most, names
 
 
