@@ -334,3 +334,16 @@ def test_calls_are_no_attributes_of_each_other():
     """f(a).x is of what f gives: only what is asked of a variable at once is its attribute."""
     found = states._reads((lambda m, k: operator.and_(k).x + math.pi).__code__)
     assert list(found.globals) == [("operator", ("and_",)), ("math", ("pi",))]
+
+
+def test_in_a_later_python_functions_of_users_have_no_state(monkeypatch):
+    """Its opcodes are not known: one that writes might not be noticed."""
+
+    def own(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx < 30
+
+    assert state(own) is not None
+    states._reads.cache_clear()
+    monkeypatch.setattr(states, "NEWEST", (3, 10))
+    assert state(own) is None and state(masks.document) is not None
+    states._reads.cache_clear()
