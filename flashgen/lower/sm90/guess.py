@@ -15,6 +15,7 @@ from flashgen.ir.expr import Binary, Const, Expr, I, Load, Unary, exp2, load, ma
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Buffer, For, Kernel, Space, Stmt, Tile
 from flashgen.ir.visit import Body, rewrite, statements
+from flashgen.lower.sm90.exponents import SCORE, exponent
 from flashgen.lower.sm90.roles import in_role
 from flashgen.lower.sm90.select import hides
 from flashgen.machine.base import FillFragment, MapFragment, PackFragment, ReduceRows
@@ -46,7 +47,7 @@ def guess_maximum(kernel: Kernel, plan: Plan) -> Kernel:
     def change(body: Body) -> Body:
         return rewrite(
             rewrite(body, lambda stmt: _biased(stmt, bias, factor)),
-            lambda stmt: _guessed(stmt, maximum_so_far + Const(bias)),
+            lambda stmt: _guessed(stmt, maximum_so_far + Const(bias), factor),
         )
 
     return in_role(kernel.with_buffer(buffer), "consumer", change)
@@ -81,7 +82,7 @@ def _hides_rows(kernel: Kernel) -> bool:
     return any(isinstance(node, Load) and node.buffer in arrays for mask in masks for node in walk(mask))
 
 
-def _guessed(loop: Stmt, offset: Expr) -> Stmt:
+def _guessed(loop: Stmt, offset: Expr, factor: Expr) -> Stmt:
     """The loop with each step's statements between its products in their short form, and in full where need be."""
     if not isinstance(loop, For):
         return loop
@@ -109,7 +110,26 @@ def _guessed(loop: Stmt, offset: Expr) -> Stmt:
         note="the guess was too low, or there was none: the step once more",
     )
     summed = tuple(inner for stmt in middle if _is_sum(stmt) for inner in _summed(stmt))
-    return replace(loop, body=(*head, *masked, guess, *weights, *summed, *waits, *packed, again, total))
+    short = _exponents(masked, guess, weights, factor)
+    return replace(loop, body=(*head, *short, *summed, *waits, *packed, again, total))
+
+
+def _exponents(masked: Body, guess: MapFragment, weights: Body, factor: Expr) -> Body:
+    """The scores, the offset and P. A score function gives exponents of base 2, the offset taken off; hidden ones are
+    -inf as before."""
+    at = next((here for here, stmt in enumerate(masked) if _is_function(stmt)), None)
+    if at is None:
+        return (*masked, guess, *weights)
+    scored = masked[at]
+    assert isinstance(scored, MapFragment)
+    scored = replace(scored, expr=exponent(scored.expr, factor, load("offset", I)))
+    powers = tuple(replace(stmt, expr=exp2(SCORE)) for stmt in weights)  # type: ignore[call-arg]
+    return (*masked[:at], guess, scored, *masked[at + 1 :], *powers)
+
+
+def _is_function(stmt: Stmt) -> bool:
+    """True for the map of a score function that needs no columns one by one."""
+    return type(stmt) is MapFragment and not hides(stmt)
 
 
 def _summed(stmt: Stmt) -> Body:
