@@ -156,6 +156,8 @@ def _rescore(block: Block, warp: Warp, stmt: sm90.Rescore) -> None:
     rows, columns = rows_of(block, warp, stmt.dst), columns_of(block, warp, stmt.dst)
     a = _operand(block, warp, stmt, stmt.a, rows, True)
     warp.registers[stmt.dst] = np.matmul(a.T, _operand(block, warp, stmt, stmt.b, columns, True))
+    for tile in (stmt.a, stmt.b):
+        mbarriers.phases_of(block, warp, tile).unfenced.add(warp.index)
 
 
 def _load_matrix(block: Block, warp: Warp, stmt: sm90.LoadMatrix) -> None:

@@ -420,7 +420,6 @@ __device__ __forceinline__ void rescore(float (&scores)[ROWS][COLS], SharedAddre
       mma<T>(scores[0][j + 2], scores[0][j + 3], scores[1][j + 2], scores[1][j + 3], a, b[2], b[3]);
     }
   }
-  fence_reads();
 }
 
 // Named barriers; number 0 is that of the whole block. One for each warpgroup of the last two kinds.

@@ -19,6 +19,7 @@ from flashgen.machine.sm90 import (
     ArriveEmpty,
     AskTile,
     ConsumerBarrier,
+    FenceReads,
     FenceStores,
     FirstTurn,
     IfAnyLarge,
@@ -267,6 +268,10 @@ FAULTS = {
     ),
     "a turn is not passed": (lambda k: without(k, PassTurn), "waits at"),
     "nobody has the first turn": (lambda k: without(k, FirstTurn), "waits at"),
+    "K is released before the warp has what it read of it": (
+        lambda k: without(k, FenceReads),
+        "released with no fence since it was read",
+    ),
     "K is released before its scores are done again": (
         lambda k: changed(k, IfAnyLarge, lambda s: [ArriveEmpty(k_of(s)), s]),
         "without a wait|arrives twice|overwritten|read where",

@@ -19,7 +19,7 @@ from flashgen.lower.sm90.exponents import SCORE, exponent
 from flashgen.lower.sm90.roles import in_role
 from flashgen.lower.sm90.select import hides
 from flashgen.machine.base import FillFragment, MapFragment, PackFragment, ReduceRows
-from flashgen.machine.sm90 import IfAnyLarge, LoadMatrix, Rescore, WaitFull, Wgmma
+from flashgen.machine.sm90 import FenceReads, IfAnyLarge, LoadMatrix, Rescore, WaitFull, Wgmma
 from flashgen.plan.plan import Plan
 
 # In powers of two: a row's scores may grow by one more before a step is done again. bfloat16 has the range of float32,
@@ -106,7 +106,7 @@ def _guessed(loop: Stmt, offset: Expr, factor: Expr) -> Stmt:
     total = MapFragment("row_sum", load("row_sum", I) + load(STEP_SUM, I))
     again = IfAnyLarge(
         packed[0].dst,
-        (Rescore(scores.acc, scores.a, scores.b), *full),
+        (Rescore(scores.acc, scores.a, scores.b), FenceReads(), *full),
         note="the guess was too low, or there was none: the step once more",
     )
     summed = tuple(inner for stmt in middle if _is_sum(stmt) for inner in _summed(stmt))

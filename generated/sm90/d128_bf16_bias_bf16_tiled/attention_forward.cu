@@ -404,6 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         // the guess was too low, or there was none: the step once more
         if (any_large(p_operand)) {
           rescore<QTile, KTile, element>(s, q_tile, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
+          fence_reads();
           load_matrix<S, AuxBiasesTile>(aux_biases_values, aux_biases_tile + (kv_blocks_done + kv_block) % 2 * AuxBiasesTile::BYTES);
           // bias_bf16
           #pragma unroll

@@ -382,6 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         // the guess was too low, or there was none: the step once more
         if (any_large(p_operand)) {
           rescore<QTile, KTile, element>(s, q_tile + tiles_done % 2 * QTile::BYTES, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
+          fence_reads();
           // alibi
           #pragma unroll
           for (int i = 0; i < S::ROWS; ++i) {

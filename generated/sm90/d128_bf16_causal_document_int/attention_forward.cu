@@ -379,6 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         // the guess was too low, or there was none: the step once more
         if (any_large(p_operand)) {
           rescore<QTile, KTile, element>(s, q_tile + tiles_done % 2 * QTile::BYTES, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
+          fence_reads();
           // no tile is known to be wholly visible
           #pragma unroll
           for (int j = 0; j < S::COLS; ++j) {

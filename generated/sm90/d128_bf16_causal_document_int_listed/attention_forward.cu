@@ -396,6 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         // the guess was too low, or there was none: the step once more
         if (any_large(p_operand)) {
           rescore<QTile, KTile, element>(s, q_tile + tiles_done % 2 * QTile::BYTES, k_tile + (kv_steps_done + kv_step) % 2 * KTile::BYTES);
+          fence_reads();
           // only blocks that are listed as partial are masked
           if (floor_mod(entry, 2) == 1) {
             #pragma unroll

@@ -377,6 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
           rescore<QTile, KTile, element>(s, q_tile + tiles_done % 2 * QTile::BYTES, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
           settle(seqlen_k);
           settle(seqlen_q);
+          fence_reads();
           // only tiles on a boundary are masked
           if (kv_start + (BLOCK_KV - 1) >= seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (seqlen_k - seqlen_q)) {
             #pragma unroll

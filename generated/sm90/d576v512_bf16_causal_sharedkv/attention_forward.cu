@@ -361,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         // the guess was too low, or there was none: the step once more
         if (any_large(p_operand)) {
           rescore<QTile, KTile, element>(s, q_tile, k_tile + (kv_blocks_done + kv_block) % 3 * KTile::BYTES);
+          fence_reads();
           // only tiles on a boundary are masked
           if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
             #pragma unroll
