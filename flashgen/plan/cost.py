@@ -204,12 +204,12 @@ def _loads(kernel: Kernel) -> list[set[str]]:
     return found
 
 
-def listed(kernel: Kernel) -> bool:
+def loads_limits(kernel: Kernel) -> bool:
     """True where it is loaded from memory how far loops go: by lists of blocks, or the lengths of sequences."""
     return any(isinstance(stmt, Let) and loads(stmt.value) for stmt in kernel.body)
 
 
-def walks_lists(kernel: Kernel) -> bool:
+def listed(kernel: Kernel) -> bool:
     """True where loops walk lists of blocks."""
     return any(buffer.name in (lists.KEYS.name, lists.QUERIES.name) for buffer in kernel.buffers)
 

@@ -99,7 +99,7 @@ def candidates(kernel: Kernel, sizes: Mapping[str, int]) -> Iterator[Candidate]:
     more = cost.takes_functions(kernel)
     added = tuple((name, 2) for name in added_tiles(kernel))
     guesses += ((),) if more else ()
-    backwards = cost.rises(kernel) and not cost.listed(kernel) and not cost.draws(kernel)
+    backwards = cost.rises(kernel) and not cost.loads_limits(kernel) and not cost.draws(kernel)
     guesses += ((GUESS, LAST_FIRST),) if backwards else ()
     every = product(counts, blocks_kv, depths, orders, (False, True), guesses)
     for warpgroups, block_kv, stages, order, ahead, guess in every:
@@ -150,7 +150,7 @@ def _differs_by_rows(kernel: Kernel) -> bool:
     """True where later rows of a tile may see later blocks of keys than its first ones, which are no lists."""
     axis = kernel.axes[0]
     uneven = axis.longest_first or axis.name == ROW_BLOCK.name
-    return uneven and not cost.walks_lists(kernel) and heads_in_tile(kernel) == 1
+    return uneven and not cost.listed(kernel) and heads_in_tile(kernel) == 1
 
 
 def _warned(kernel: Kernel, candidate: Candidate) -> bool:
@@ -251,7 +251,7 @@ def _function_registers(kernel: Kernel, sizes: dict[str, int]) -> int:
     if functions >= MANY_FUNCTIONS:
         return sizes["block_kv"] // 2
     least = FUNCTION_REGISTERS if more or cost.loaded_values(kernel, sizes, (1, 1)) else 0
-    beside = LISTED_REGISTERS if cost.listed(kernel) and heads_in_tile(kernel) > 1 else 0
+    beside = LISTED_REGISTERS if cost.loads_limits(kernel) and heads_in_tile(kernel) > 1 else 0
     return beside + max(least, cost.function_registers(kernel, sizes, (sizes["block_q"] // 16, 1)))
 
 
@@ -298,7 +298,7 @@ def _factor(kernel: Kernel, candidate: Candidate) -> float:
     """What the order of tiles, Q in two stages and the guess of the maximum do to the time."""
     order = FIXED_ORDER if "persistent" in candidate.traits else 1
     ahead = Q_AHEAD if "q_tile" in dict(candidate.stages) else 1
-    if cost.walks_lists(kernel) and dict(candidate.blocks)["block_kv"] % LIST_BLOCK:
+    if cost.listed(kernel) and dict(candidate.blocks)["block_kv"] % LIST_BLOCK:
         order *= RAGGED_LIST
     if GUESS in candidate.traits:
         return order * ahead * (LOW_GUESS if cost.rises(kernel) else 1)
