@@ -72,7 +72,7 @@ def run(
         raise BenchError(str(error)) from None
     if not chosen:
         raise BenchError(f"None of the peers can run here: {'; '.join(missing.values())}.")
-    results = opening(preset, rounds, seed, date, chosen, missing) | {"sustained_s": sustained_s}
+    results = opening(preset, rounds, sustained_s, seed, date, chosen, missing)
     try:
         measure_all(results, cells, chosen, console, Path(out))
     finally:  # an interrupted run keeps what it has
@@ -81,7 +81,13 @@ def run(
 
 
 def opening(
-    preset: str, rounds: int, seed: int, date: str, chosen: Sequence[Peer], missing: dict[str, str]
+    preset: str,
+    rounds: int,
+    sustained_s: float,
+    seed: int,
+    date: str,
+    chosen: Sequence[Peer],
+    missing: dict[str, str],
 ) -> dict[str, Any]:
     """The results before anything is measured."""
     from flashgen.bench.measure import environment
@@ -93,6 +99,7 @@ def opening(
         "date": date,
         "seed": seed,
         "rounds": rounds,
+        "sustained_s": sustained_s,
         "environment": environment(),
         "cublas_tflops": {"cold": 0.0, "before": 0.0, "after": None},
         "peers": about,
@@ -111,6 +118,7 @@ def measure_all(
     clock = measure.CudaClock()
     heater = measure.Heater(clock, DEVICE)
     harness = measure.Harness(clock, heater, DEVICE, results["rounds"], results["seed"], results["sustained_s"])
+    results["rounds"] = harness.rounds
     with make_progress(console) as progress:
         task = progress.add_task("preheating the card", total=len(cells))
         cold, before = heater.settle()
