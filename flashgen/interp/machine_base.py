@@ -72,6 +72,8 @@ def _combine_lanes(block: Block, warp: Warp, stmt: base.CombineLanes) -> None:
 def _store_fragment(block: Block, warp: Warp, stmt: base.StoreFragment) -> None:
     value = get(warp, stmt, stmt.src)
     rows, columns = rows_of(block, warp, stmt.src)[:, None], columns_of(block, warp, stmt.src)
+    if isinstance(stmt, base.StoreTransposed):
+        rows, columns = columns, rows
     block.shared.write(block.access(warp, stmt, stmt.dst), value, rows, columns)
     block.trace.shared(block.plan.arch, block.shared.nbytes(stmt.dst.buffer, value.size))
 
@@ -112,14 +114,22 @@ def _ordered(block: Block, stmt: Any, accumulator: str, name: str) -> None:
 def _add_fragment(block: Block, warp: Warp, stmt: base.AddFragment) -> None:
     _ordered(block, stmt, stmt.dst.buffer, stmt.src)
     value = get(warp, stmt, stmt.src)
-    rows, columns = rows_of(block, warp, stmt.src)[:, None], columns_of(block, warp, stmt.src)
-    block.store(warp, stmt.dst, block.shape(stmt.src), value, rows, columns, add=True)
+    shape, rows, columns = _place_in(block, warp, stmt.dst.buffer, stmt.src)
+    block.store(warp, stmt.dst, shape, value, rows, columns, add=True)
 
 
 def _load_fragment(block: Block, warp: Warp, stmt: base.LoadFragment) -> None:
     _ordered(block, stmt, stmt.src.buffer, stmt.dst)
-    rows, columns = rows_of(block, warp, stmt.dst)[:, None], columns_of(block, warp, stmt.dst)
-    warp.registers[stmt.dst] = block.load(warp, stmt.src, block.shape(stmt.dst), rows, columns)
+    shape, rows, columns = _place_in(block, warp, stmt.src.buffer, stmt.dst)
+    warp.registers[stmt.dst] = block.load(warp, stmt.src, shape, rows, columns)
+
+
+def _place_in(block: Block, warp: Warp, accumulator: str, name: str) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
+    """The shape of a tile of a global accumulator, and where in it the elements of a register tile lie."""
+    shape, rows, columns = block.shape(name), rows_of(block, warp, name)[:, None], columns_of(block, warp, name)
+    if block.buffers[accumulator].is_transposed(block.buffers[name]):
+        return shape[::-1], columns, rows
+    return shape, rows, columns
 
 
 def _zero_window(block: Block, warp: Warp, stmt: base.ZeroWindow) -> None:
@@ -167,6 +177,7 @@ RUN: dict[type, Meaning] = {
     base.ReduceRows: _reduce_rows,
     base.CombineLanes: _combine_lanes,
     base.StoreFragment: _store_fragment,
+    base.StoreTransposed: _store_fragment,
     base.StoreTile: _store_tile,
     base.LoadRows: _load_rows,
     base.StoreRows: _store_rows,

@@ -246,10 +246,13 @@ def _note(block: _Block, stmt: Note) -> None:
 
 def _copy(block: _Block, stmt: Copy) -> None:
     dst, src = block.buffers[name_of(stmt.dst)], block.buffers[name_of(stmt.src)]
+    transposed = stmt.transpose or src.is_transposed(dst)
     if isinstance(stmt.src, Window):
-        value = block.load(stmt, stmt.src, block.shape(dst.name))
+        shape = block.shape(dst.name)
+        value = block.load(stmt, stmt.src, shape[::-1] if transposed else shape)
     else:
         value = block.get(stmt.src)
+    value = value.swapaxes(1, 2) if transposed else value
     if dst.dtype != src.dtype:
         value = round_to(dst.dtype, value)
     if isinstance(stmt.dst, Window):
@@ -313,6 +316,8 @@ def _row_reduce(block: _Block, stmt: RowReduce) -> None:
 
 def _accumulate(block: _Block, stmt: Accumulate) -> None:
     value = block.get(stmt.src)
+    if block.buffers[stmt.dst.buffer].is_transposed(block.buffers[stmt.src]):
+        value = value.swapaxes(1, 2)
     value = np.broadcast_to(value, (block.lanes, *value.shape[1:]))
     array, index, inner, moved = block.window(stmt.dst, value.shape[1:])
     block.tell(stmt, WRITE, moved)

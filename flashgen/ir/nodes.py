@@ -80,6 +80,10 @@ class Buffer:
         """True for a global array whose sizes are its own, not those of the call: what functions read."""
         return self.shape[:1] == ("any",)
 
+    def is_transposed(self, tile: Buffer) -> bool:
+        """Of a global accumulator: True where the rows of the register tile that is added to it are its columns."""
+        return bool(self.layout_of) and tile.shape[0] == self.shape[-1]
+
 
 @dataclass(frozen=True)
 class Window:
@@ -190,10 +194,11 @@ class Note(Stmt):
 
 @dataclass(frozen=True)
 class Copy(Stmt):
-    """dst = src, where one of the two is on chip."""
+    """dst = src, or its transpose, where one of the two is on chip."""
 
     dst: Place
     src: Place
+    transpose: bool = False
     WRITES = ("dst",)
     READS = ("src",)
 

@@ -95,7 +95,7 @@ def stmt_text(stmt: Stmt) -> str:
         case Note():
             return "note"
         case Copy():
-            return f"{place_text(stmt.dst)} = copy {place_text(stmt.src)}"
+            return f"{place_text(stmt.dst)} = copy {place_text(stmt.src)}{'^T' * stmt.transpose}"
         case Fill():
             return f"{place_text(stmt.dst)} = fill {text(stmt.value)}"
         case Gemm():

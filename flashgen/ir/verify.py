@@ -39,6 +39,8 @@ def tile(kernel: Kernel) -> None:
             raise VerifyError(f"{kernel.name}: {type(stmt).__name__} is no TILE statement")
         if isinstance(stmt, Gemm):
             _check_gemm(kernel, stmt)
+        if isinstance(stmt, Copy) and stmt.transpose:
+            _check_transpose(kernel, stmt)
         if isinstance(stmt, Map) and isinstance(stmt.expr, Cast) != (kernel.buffer(stmt.dst).dtype != F32):
             raise VerifyError(f"{kernel.name}: {stmt.dst} must be cast to its type exactly where it is not float32")
 
@@ -73,6 +75,12 @@ def _check_body(kernel: Kernel, body: Body, bound: set[str], written: set[str]) 
         inner = getattr(stmt, "body", None)
         if inner is not None:
             _check_body(kernel, inner, known, written)
+
+
+def _check_transpose(kernel: Kernel, stmt: Copy) -> None:
+    src, dst = (kernel.buffer(name_of(place)) for place in (stmt.src, stmt.dst))
+    if (src.space, dst.space) != (Space.REGISTER, Space.SHARED) or src.shape != dst.shape[::-1]:
+        raise VerifyError(f"{kernel.name}: {dst.name} is no shared tile for the transpose of a register tile")
 
 
 def _check_gemm(kernel: Kernel, stmt: Gemm) -> None:

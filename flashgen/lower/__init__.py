@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flashgen.ir import verify
 from flashgen.ir.nodes import Kernel, Level
-from flashgen.lower import barriers, loops, masks, operands, pipeline, random, reduction, sm80
+from flashgen.lower import barriers, loops, masks, operands, pipeline, random, reduction, sm80, transpose
 from flashgen.lower.sm90 import (
     bulk,
     descriptors,
@@ -33,6 +33,7 @@ Pass = Callable[[Kernel, Plan], Kernel]
 
 TILE_PASSES: tuple[Pass, ...] = (masks.skip_blocks, masks.guard_masks)
 SM80_PASSES: tuple[Pass, ...] = (
+    transpose.transpose_sums,
     loops.flatten,
     operands.through_shared,
     sm80.select,
@@ -45,6 +46,7 @@ SM80_PASSES: tuple[Pass, ...] = (
 SM90_PASSES: tuple[Pass, ...] = (
     masks.mask_sides,
     direction.last_block_first,
+    transpose.transpose_sums,
     select.instructions,
     lengths.number_rows,
     matrices.load_matrices,

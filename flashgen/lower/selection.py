@@ -56,4 +56,5 @@ def _store(kernel: Kernel, stmt: Copy) -> Stmt:
         if src.space is Space.REGISTER:
             return base.StoreRows(stmt.dst, src.name)
         return base.StoreTile(stmt.dst, Tile(src.name))
-    return base.StoreFragment(Tile(name_of(stmt.dst)), src.name)
+    store = base.StoreTransposed if stmt.transpose else base.StoreFragment
+    return store(Tile(name_of(stmt.dst)), src.name)

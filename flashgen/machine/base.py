@@ -112,6 +112,13 @@ class StoreFragment(MachineStmt):
 
 
 @dataclass(frozen=True)
+class StoreTransposed(StoreFragment):
+    """dst = src^T: the columns of a packed register tile go to the rows of shared memory."""
+
+    NAME = "store_transposed"
+
+
+@dataclass(frozen=True)
 class StoreTile(MachineStmt):
     """dst = src: a shared tile goes to global memory in 16-byte pieces; rows and columns out of range are dropped."""
 

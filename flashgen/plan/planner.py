@@ -21,6 +21,7 @@ from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import candidates, tile_names
 from flashgen.plan.operands import through_shared
 from flashgen.plan.plan import KIB, Candidate, Plan, Verdict
+from flashgen.plan.transposed import TRANSPOSED
 from flashgen.spec import Spec
 
 log = logging.getLogger("flashgen")
@@ -106,7 +107,8 @@ def plan_like(kernel: Kernel, spec: Spec, arch: Arch, leader: Plan) -> Plan:
         for item in kernel.buffers
         if item.space is Space.REGISTER and len(item.shape) == 2
     }
-    candidate = Candidate((("block_q", block_q),), warps, (), tuple(layouts.items()))
+    traits = tuple(trait for trait in leader.candidate.traits if shares_fragments and trait == TRANSPOSED)
+    candidate = Candidate((("block_q", block_q),), warps, (), tuple(layouts.items()), traits)
     made = make(kernel, spec, arch, candidate, {name: leader.sizes[name] for name in ("head_dim", "head_dim_v")})
     return replace(made, source=f"the blocks of {leader.kernel}")
 

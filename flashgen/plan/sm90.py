@@ -17,8 +17,9 @@ from dataclasses import replace
 from itertools import product
 
 from flashgen.attention.varlen import ROW_BLOCK
-from flashgen.ir.nodes import Kernel, Space
-from flashgen.ir.visit import heads_in_tile
+from flashgen.ir.graph import remembered
+from flashgen.ir.nodes import Copy, Kernel, Window, name_of
+from flashgen.ir.visit import heads_in_tile, statements
 from flashgen.plan import cost
 from flashgen.plan.arch import Arch
 from flashgen.plan.candidates import tile_names
@@ -116,10 +117,12 @@ def candidates(kernel: Kernel, sizes: Mapping[str, int]) -> Iterator[Candidate]:
         )
 
 
+@remembered
 def added_tiles(kernel: Kernel) -> tuple[str, ...]:
-    """The shared tiles of rows of queries and columns of keys, of which a score function reads the elements."""
-    shape = ("block_q", "block_kv")
-    return tuple(item.name for item in kernel.buffers if item.space is Space.SHARED and item.shape == shape)
+    """The shared tiles of rows of queries and columns of keys that are loaded: score functions read their elements."""
+    copies = (stmt for stmt in statements(kernel.body) if isinstance(stmt, Copy) and isinstance(stmt.src, Window))
+    loaded = {name_of(stmt.dst) for stmt in copies}
+    return tuple(item.name for item in kernel.buffers if item.shape == ("block_q", "block_kv") and item.name in loaded)
 
 
 def make(

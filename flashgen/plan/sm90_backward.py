@@ -2,14 +2,15 @@
 
 `attention_backward`: each computing warpgroup owns 64 rows of keys and walks over blocks of queries. Scores, their
 gradient and both accumulators are in its registers; dS goes through shared memory for dQ, whose rows (or, where a block
-has 64 queries, whose columns) the warpgroups divide among them.
+has 64 queries, whose columns) the warpgroups divide among them. Where a block has another number of queries dQ is kept
+transposed: its rows are columns of K, and the warpgroups divide these.
 `attention_backward_dq`: each owns 64 rows of queries and walks over blocks of keys.
 
 Where a head is too wide for both accumulators, dQ is left to the second kernel, and two warpgroups divide the products
 of the first for 64 rows of keys.
 
 Traits of a candidate: "late" (the product of P and dO is issued when dS is done, not before it is computed), "divided"
-(one warpgroup computes P and dV, the other dP, dS and dK).
+(one warpgroup computes P and dV, the other dP, dS and dK), "dQ transposed".
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from flashgen.plan.cost import (
     draws,
     function_registers,
     loaded_registers,
+    loaded_values,
     on_scores,
     scores,
     takes_functions,
@@ -32,6 +34,7 @@ from flashgen.plan.cost import (
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
 from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS, added_tiles
 from flashgen.plan.smem import panel_bytes
+from flashgen.plan.transposed import TRANSPOSED, transpose_sums
 
 KERNELS = ("attention_backward", "attention_backward_dq")
 # Up to here a warpgroup has room for both accumulators of 64 rows of keys beside the scores of 64 queries.
@@ -40,8 +43,7 @@ UNDIVIDED = 128
 HEAD_DIM_UNIT = 64
 # Addresses, counters, the vectors of a step, counted on compiled kernels.
 OVERHEAD_REGISTERS = 16
-# The same in the main kernel where it leaves dQ to another and no function takes part: 80 queries then fit at head_dim
-# 128, for 2 to 3 % at 8k (an H200).
+# The same in the main kernel where no function takes part: 80 queries then fit at head_dim 128.
 PLAIN_OVERHEAD_REGISTERS = 12
 # The same where functions load elements that differ by row and column: the vectors of the step are not there yet.
 LOADING_REGISTERS = 16
@@ -91,9 +93,12 @@ def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
         layouts = dict.fromkeys((item.name for item in _register_tiles(kernel)), (4 * warpgroups, 1))
         if _adds_dq(kernel):
             layout = _dq_layout(warpgroups, block, sizes)
-            if layout is None:
+            if layout is not None:
+                layouts["dq_acc"] = layout
+            elif sizes["head_dim"] == 64 * warpgroups:
+                trait = (*trait, TRANSPOSED)
+            else:
                 continue
-            layouts["dq_acc"] = layout
         staged = [(name, depth) for names, depth in zip(STAGED[kernel.name], depths, strict=True) for name in names]
         exchanged = [("ds_tile", 2)] if _adds_dq(kernel) else []
         yield Candidate(
@@ -148,6 +153,7 @@ def make(
     kernel: Kernel, arch: Arch, dims: tuple[tuple[str, int], ...], sizes: dict[str, int], candidate: Candidate
 ) -> Plan:
     """The plan that a candidate stands for."""
+    kernel = _as_planned(kernel, candidate)
     return Plan(
         kernel=kernel.name,
         arch=arch,
@@ -161,6 +167,10 @@ def make(
         mbarriers=_mbarriers(kernel, candidate),
         covered_by_output=tuple(_leaves_over(kernel, sizes, candidate).values()),
     )
+
+
+def _as_planned(kernel: Kernel, candidate: Candidate) -> Kernel:
+    return transpose_sums(kernel) if TRANSPOSED in candidate.traits else kernel
 
 
 def _mbarriers(kernel: Kernel, candidate: Candidate) -> tuple[tuple[str, int], ...]:
@@ -205,8 +215,8 @@ def allocate(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> tup
         placed[HANDED] = Placement(HANDED, offset, sizes["block_kv"] * row, stages[HANDED], row)
         offset = placed[HANDED].end
     if _adds_dq(kernel):
-        row = 4 * sizes["head_dim"]
-        placed[ADDED] = Placement(ADDED, offset, sizes["block_q"] * row, 1, row)
+        height, width = (sizes[dim] for dim in kernel.buffer("dq_acc").shape)
+        placed[ADDED] = Placement(ADDED, offset, 4 * height * width, 1, 4 * width)
     for name, under in over.items():
         place = placed[under]
         placed[name] = Placement(name, place.offset, place.stage_bytes, 1, place.row_bytes, swizzled=True)
@@ -231,7 +241,8 @@ def registers(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> in
         # by NVRTC 13.5 that holds in both kernels, but not without "late" (4 to 12 bytes are spilled), and for dQ alone
         # not with many functions (24).
         tiles -= sizes["block_q"] * sizes["block_kv"] // 2 // threads
-    plain = kernel.name == "attention_backward" and not _adds_dq(kernel) and not takes_functions(kernel)
+    plain = not (takes_functions(kernel) or loaded_values(kernel, sizes, (threads // 32, 1)))
+    plain &= kernel.name == "attention_backward"
     overhead = (PLAIN_OVERHEAD_REGISTERS if plain else OVERHEAD_REGISTERS) + _random_registers(kernel, sizes)
     computing = _while_computing(kernel, sizes, threads), _while_loading(kernel, sizes, threads)
     return max(tiles + overhead, *computing, _while_adding(kernel, sizes, threads))
@@ -278,7 +289,7 @@ def _while_adding(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
     """Reject a candidate with a sentence, or give its cost."""
-    sizes = sizes | dict(candidate.blocks)
+    sizes, kernel = sizes | dict(candidate.blocks), _as_planned(kernel, candidate)
     needed = max(place.end for place in allocate(kernel, sizes, candidate)) + BARRIER_BYTES
     if needed > arch.shared_per_block:
         excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:.0f} KiB of a block"

@@ -360,6 +360,20 @@ __device__ __forceinline__ void store_fragment(SharedAddress tile, const uint32 
   }
 }
 
+// The same of the transpose: columns of the accumulator are rows of the tile.
+template <class Layout, class Tile, int ROWS, int PAIRS>
+__device__ __forceinline__ void store_fragment_transposed(SharedAddress tile, const uint32 (&packed)[ROWS][PAIRS]) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+      unsigned short* const place = reinterpret_cast<unsigned short*>(tile.data + Layout::col(2 * j) * Tile::ROW_BYTES + Layout::row(i) * 2);
+      place[0] = static_cast<unsigned short>(packed[i][j]);
+      place[Tile::ROW_BYTES / 2] = static_cast<unsigned short>(packed[i][j] >> 16);
+    }
+  }
+}
+
 // How the threads divide a tile into pieces of 16 bytes: LANES threads side by side on a row, the rest on other rows.
 template <class Tile, int THREADS>
 struct Pieces {

@@ -279,6 +279,21 @@ __device__ __forceinline__ void store_panels(SharedAddress tile, const uint32 (&
   }
 }
 
+// The same of the transpose: columns of the accumulator are rows of the tile.
+template <class Fragment, class Tile, int ROWS, int PAIRS>
+__device__ __forceinline__ void store_panels_transposed(SharedAddress tile, const uint32 (&values)[ROWS][PAIRS]) {
+  static_assert(ROWS == 2 && PAIRS % 2 == 0, "a warp holds 16 rows, and an instruction stores 16 columns");
+  const int lane = threadIdx.x % 32;
+  const int row = Fragment::first_col() + lane / 16 * 8 + lane % 8, piece = Fragment::first_row() / 8 + lane / 8 % 2;
+#pragma unroll
+  for (int j = 0; j < PAIRS; j += 2) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     Tile::piece(tile, row + 8 * j, piece)),
+                 "r"(values[0][j]), "r"(values[1][j]), "r"(values[0][j + 1]), "r"(values[1][j + 1])
+                 : "memory");
+  }
+}
+
 // One of the two numbers of a register.
 template <class T>
 __device__ __forceinline__ float unpacked(uint32 pair, int which);

@@ -12,8 +12,10 @@ from flashgen import lower
 from flashgen.attention import backward as nests
 from flashgen.interp import machine, tile
 from flashgen.interp.common import Deadlock, Hazard
+from flashgen.ir import verify
 from flashgen.ir.dtype import BF16, F16
 from flashgen.ir.expr import Const, J
+from flashgen.ir.nodes import Copy, Gemm
 from flashgen.ir.visit import statements
 from flashgen.lower.sm90 import roles
 from flashgen.machine.base import AddFragment, Assign, MapFragment, StoreFragment
@@ -35,6 +37,7 @@ from flashgen.machine.sm90 import (
 )
 from flashgen.plan import planner
 from flashgen.plan.arch import parse_arch
+from flashgen.plan.transposed import TRANSPOSED, transpose_sums
 from flashgen.spec import Spec
 
 ARCH = parse_arch("sm_90a")
@@ -120,6 +123,40 @@ def test_gradients_are_those_of_dense_attention(head_dim):
     sizes = planner.plan_like(convert, spec, PORTABLE, chosen).sizes
     tile.run(lower.tile(convert), sizes, arrays, case.scalars, tile.Counter())
     assert_close(arrays, case.dense(), spec.dtype, ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("level", [tile, machine], ids=["tile", "machine"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dq_may_be_kept_transposed(causal, level):
+    spec = Spec(128, 128, causal=causal)
+    case = Problem(spec, 1, 2, 1, 200, 150)  # 80 queries a block, of which the last has 40
+    nest, convert = nests.backward(spec), nests.convert_dq(spec)
+    chosen = plan(nest, spec, block=80)
+    assert chosen.has(TRANSPOSED)
+    after = planner.plan_like(convert, spec, PORTABLE, chosen)
+    assert after.has(TRANSPOSED) and after.layouts["dq_acc"] == chosen.layouts["dq_acc"]
+    arrays = prepared(case, chosen)
+    if level is machine:
+        machine.run(lower.run(nest, chosen), chosen, arrays, case.scalars)
+        machine.run(lower.run(convert, after), after, arrays, case.scalars)
+    else:
+        for kernel, of in ((nest, chosen), (convert, after)):
+            tile.run(lower.tile(transpose_sums(kernel)), of.sizes, arrays, case.scalars, tile.Counter())
+    assert_close(arrays, case.dense(), spec.dtype, ("dq", "dk", "dv"))
+
+
+def test_only_sums_that_leave_and_what_feeds_them_are_transposed():
+    kernel = transpose_sums(nests.backward(Spec(128, 128)))
+    shapes = {item.name: item.shape for item in kernel.buffers}
+    assert shapes["dq_acc"] == ("head_dim", "block_q") and shapes["ds_tile"] == ("block_q", "block_kv")
+    before = {item.name: item.shape for item in nests.backward(Spec(128, 128)).buffers}
+    assert {name for name, shape in shapes.items() if shape != before[name]} == {"dq_acc", "ds_tile"}
+    product = next(stmt for stmt in statements(kernel.body) if isinstance(stmt, Gemm) and stmt.acc == "dq_acc")
+    assert (product.a, product.b, product.transpose_a, product.transpose_b) == ("k_tile", "ds_tile", True, True)
+    turned = [stmt.dst for stmt in statements(kernel.body) if isinstance(stmt, Copy) and stmt.transpose]
+    assert turned == ["ds_tile"]
+    with pytest.raises(verify.VerifyError, match="ds_tile is no shared tile for the transpose"):
+        verify.tile(kernel.having(buffers=nests.backward(Spec(128, 128)).buffers))
 
 
 def test_scores_and_their_gradient_are_issued_together_and_dk_behind_dq():

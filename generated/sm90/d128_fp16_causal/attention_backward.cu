@@ -2,20 +2,20 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_backward for sm_90a
-//   tile kv 128 x q 64, 12 warps, 2 stages, late (chosen by cost model)
-//   block_q = 64, block_kv = 128, head_dim = 128, head_dim_v = 128
-//   384 threads, about 224 registers each, 1 a multiprocessor
-//   shared memory 197712 of 232448 bytes
-//          0 ..  32768  q_tile, 2 x 16384 bytes, 256 bytes a row
-//      32768 ..  65536  dout_tile, 2 x 16384 bytes, 256 bytes a row
-//      65536 ..  98304  dk_tile, 1 x 32768 bytes, 256 bytes a row
-//      65536 ..  98304  k_tile, 1 x 32768 bytes, 256 bytes a row
-//      98304 .. 131072  dv_tile, 1 x 32768 bytes, 256 bytes a row
-//      98304 .. 131072  v_tile, 1 x 32768 bytes, 256 bytes a row
-//     131072 .. 163840  ds_tile, 2 x 16384 bytes, 128 bytes a row
-//     163840 .. 164352  lse_tile, 2 x 256 bytes, 4 bytes a row
-//     164352 .. 164864  delta_tile, 2 x 256 bytes, 4 bytes a row
-//     164864 .. 197632  dq_part, 1 x 32768 bytes, 512 bytes a row
+//   tile kv 128 x q 80, 12 warps, 2 stages, late, dQ transposed (chosen by cost model)
+//   block_q = 80, block_kv = 128, head_dim = 128, head_dim_v = 128
+//   384 threads, about 240 registers each, 1 a multiprocessor
+//   shared memory 230736 of 232448 bytes
+//          0 ..  40960  q_tile, 2 x 20480 bytes, 256 bytes a row
+//      40960 ..  81920  dout_tile, 2 x 20480 bytes, 256 bytes a row
+//      81920 .. 114688  dk_tile, 1 x 32768 bytes, 256 bytes a row
+//      81920 .. 114688  k_tile, 1 x 32768 bytes, 256 bytes a row
+//     114688 .. 147456  dv_tile, 1 x 32768 bytes, 256 bytes a row
+//     114688 .. 147456  v_tile, 1 x 32768 bytes, 256 bytes a row
+//     147456 .. 188416  ds_tile, 2 x 20480 bytes, 256 bytes a row
+//     188416 .. 189056  lse_tile, 2 x 320 bytes, 4 bytes a row
+//     189056 .. 189696  delta_tile, 2 x 320 bytes, 4 bytes a row
+//     189696 .. 230656  dq_part, 1 x 40960 bytes, 320 bytes a row
 //   warps of s: 8 along rows, 1 along columns
 //   warps of p: 8 along rows, 1 along columns
 //   warps of dp: 8 along rows, 1 along columns
@@ -26,7 +26,7 @@
 //   warps of dv_acc: 8 along rows, 1 along columns
 //   warps of dk_out: 8 along rows, 1 along columns
 //   warps of dv_out: 8 along rows, 1 along columns
-//   warps of dq_acc: 4 along rows, 2 along columns
+//   warps of dq_acc: 8 along rows, 1 along columns
 
 #include "flashgen/common.cuh"
 #include "flashgen/sm90.cuh"
@@ -36,7 +36,7 @@ using element = fp16;
 constexpr int THREADS = 256;  // 8 warps
 constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
 constexpr int PRODUCER_THREADS = 128;  // of which one loads
-constexpr int BLOCK_Q = 64;
+constexpr int BLOCK_Q = 80;
 constexpr int BLOCK_KV = 128;
 constexpr int HEAD_DIM = 128;
 constexpr int HEAD_DIM_V = 128;
@@ -46,47 +46,49 @@ constexpr int REDUCTION_WIDTH = 4;  // floats in one atomic addition
 using QTile = PanelTile<BLOCK_Q, HEAD_DIM>;
 constexpr int Q_TILE_OFFSET = 0;
 using DoutTile = PanelTile<BLOCK_Q, HEAD_DIM_V>;
-constexpr int DOUT_TILE_OFFSET = 32768;
+constexpr int DOUT_TILE_OFFSET = 40960;
 using DkTile = PanelTile<BLOCK_KV, HEAD_DIM>;
-constexpr int DK_TILE_OFFSET = 65536;
+constexpr int DK_TILE_OFFSET = 81920;
 using KTile = PanelTile<BLOCK_KV, HEAD_DIM>;
-constexpr int K_TILE_OFFSET = 65536;
+constexpr int K_TILE_OFFSET = 81920;
 using DvTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
-constexpr int DV_TILE_OFFSET = 98304;
+constexpr int DV_TILE_OFFSET = 114688;
 using VTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
-constexpr int V_TILE_OFFSET = 98304;
-using DsTile = PanelTile<BLOCK_KV, BLOCK_Q>;
-constexpr int DS_TILE_OFFSET = 131072;
-constexpr int LSE_TILE_OFFSET = 163840;
-constexpr int DELTA_TILE_OFFSET = 164352;
-constexpr int DQ_PART_OFFSET = 164864;
-constexpr int K_TILE_FULL_OFFSET = 197632;
-constexpr int V_TILE_FULL_OFFSET = 197640;
-constexpr int Q_TILE_FULL_OFFSET = 197648;
-constexpr int Q_TILE_EMPTY_OFFSET = 197664;
-constexpr int DOUT_TILE_FULL_OFFSET = 197680;
-constexpr int DOUT_TILE_EMPTY_OFFSET = 197696;
+constexpr int V_TILE_OFFSET = 114688;
+using DsTile = PanelTile<BLOCK_Q, BLOCK_KV>;
+constexpr int DS_TILE_OFFSET = 147456;
+constexpr int LSE_TILE_OFFSET = 188416;
+constexpr int DELTA_TILE_OFFSET = 189056;
+constexpr int DQ_PART_OFFSET = 189696;
+constexpr int K_TILE_FULL_OFFSET = 230656;
+constexpr int V_TILE_FULL_OFFSET = 230664;
+constexpr int Q_TILE_FULL_OFFSET = 230672;
+constexpr int Q_TILE_EMPTY_OFFSET = 230688;
+constexpr int DOUT_TILE_FULL_OFFSET = 230704;
+constexpr int DOUT_TILE_EMPTY_OFFSET = 230720;
 
 // register tiles: rows x columns, warps along each
 using S = Fragment<BLOCK_KV, BLOCK_Q, 8, 1>;
 using DkAcc = Fragment<BLOCK_KV, HEAD_DIM, 8, 1>;
 using DvAcc = Fragment<BLOCK_KV, HEAD_DIM_V, 8, 1>;
-using DqAcc = Fragment<BLOCK_Q, HEAD_DIM, 4, 2>;
+using DqAcc = Fragment<HEAD_DIM, BLOCK_Q, 8, 1>;
 
-// acc (+)= a b, 64 x 64 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x64x16_shared(float (&acc)[2][16], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %36, 0;\n"
-    "add.u32 low, %32, %33; mov.b64 a_desc, {low, 1073741888};\n"
-    "add.u32 low, %34, %35; mov.b64 b_desc, {low, 1073741888};\n"
-    "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+// acc (+)= a b, 64 x 80 x 16 a warpgroup
+__device__ __forceinline__ void wgmma_64x80x16_shared(float (&acc)[2][20], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %44, 0;\n"
+    "add.u32 low, %40, %41; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %42, %43; mov.b64 b_desc, {low, 1073741888};\n"
+    "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39"
       "}, a_desc, b_desc, p, 1, 1, 0, 0; }"
   :
   "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
   "+f"(acc[0][4]), "+f"(acc[0][5]), "+f"(acc[1][4]), "+f"(acc[1][5]), "+f"(acc[0][6]), "+f"(acc[0][7]), "+f"(acc[1][6]), "+f"(acc[1][7]),
   "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11]),
-  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15])
+  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15]),
+  "+f"(acc[0][16]), "+f"(acc[0][17]), "+f"(acc[1][16]), "+f"(acc[1][17]), "+f"(acc[0][18]), "+f"(acc[0][19]), "+f"(acc[1][18]), "+f"(acc[1][19])
   : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
 }
 // acc (+)= a b, 64 x 128 x 16 a warpgroup
@@ -110,20 +112,22 @@ __device__ __forceinline__ void wgmma_64x128x16_registers(float (&acc)[2][32], u
   "+f"(acc[0][28]), "+f"(acc[0][29]), "+f"(acc[1][28]), "+f"(acc[1][29]), "+f"(acc[0][30]), "+f"(acc[0][31]), "+f"(acc[1][30]), "+f"(acc[1][31])
   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(b_step), "r"(accumulate));
 }
-// acc (+)= a b, 64 x 64 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x64x16_shared_transposed(float (&acc)[2][16], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %36, 0;\n"
-    "add.u32 low, %32, %33; mov.b64 a_desc, {low, 1073741888};\n"
-    "add.u32 low, %34, %35; mov.b64 b_desc, {low, 1073741888};\n"
-    "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+// acc (+)= a b, 64 x 80 x 16 a warpgroup
+__device__ __forceinline__ void wgmma_64x80x16_shared_transposed(float (&acc)[2][20], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %44, 0;\n"
+    "add.u32 low, %40, %41; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %42, %43; mov.b64 b_desc, {low, 1073741888};\n"
+    "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, a_desc, b_desc, p, 1, 1, 1, 1; }"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39"
+      "}, a_desc, b_desc, p, 1, 1, 1, 0; }"
   :
   "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
   "+f"(acc[0][4]), "+f"(acc[0][5]), "+f"(acc[1][4]), "+f"(acc[1][5]), "+f"(acc[0][6]), "+f"(acc[0][7]), "+f"(acc[1][6]), "+f"(acc[1][7]),
   "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11]),
-  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15])
+  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15]),
+  "+f"(acc[0][16]), "+f"(acc[0][17]), "+f"(acc[1][16]), "+f"(acc[1][17]), "+f"(acc[0][18]), "+f"(acc[0][19]), "+f"(acc[1][18]), "+f"(acc[1][19])
   : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
 }
 
@@ -245,14 +249,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x64x16_shared(s, k_tile_own_rows, KTile::k_major(k), q_tile_operand, QTile::k_major(k), k > 0);
+          wgmma_64x80x16_shared(s, k_tile_own_rows, KTile::k_major(k), q_tile_operand, QTile::k_major(k), k > 0);
         }
         commit_products();
         wait_barrier(dout_tile_full + step % 2, step / 2 % 2);
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
-          wgmma_64x64x16_shared(dp, v_tile_operand, VTile::k_major(k), dout_tile_operand, DoutTile::k_major(k), k > 0);
+          wgmma_64x80x16_shared(dp, v_tile_operand, VTile::k_major(k), dout_tile_operand, DoutTile::k_major(k), k > 0);
         }
         commit_products();
         wait_products<1>();
@@ -298,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
           }
         }
         // dQ needs every key of the block
-        store_panels<S, DsTile>(ds_tile + step % 2 * DsTile::BYTES, ds_operand);
+        store_panels_transposed<S, DsTile>(ds_tile + step % 2 * DsTile::BYTES, ds_operand);
         begin_products();
         #pragma unroll
         for (int k = 0; k < BLOCK_Q / 16; ++k) {
@@ -311,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         begin_products();
         #pragma unroll
         for (int k = 0; k < BLOCK_KV / 16; ++k) {
-          wgmma_64x64x16_shared_transposed(dq_acc, ds_tile_operand, DsTile::mn_major(k), k_tile_own_columns, KTile::mn_major(k), k > 0);
+          wgmma_64x80x16_shared_transposed(dq_acc, k_tile_own_columns, KTile::mn_major(k), ds_tile_operand, DsTile::k_major(k), k > 0);
         }
         commit_products();
         begin_products();
@@ -326,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         __syncwarp();  // every lane has read the vectors that came with it
         arrive_warp(dout_tile_empty + step % 2);
         // other blocks of keys add to the same rows
-        reduce_fragment<REDUCTION_WIDTH>(args.dq_workspace.at(batch, head, q_start), dq_part, dq_acc, warp_of_tile<2>());
+        reduce_fragment<REDUCTION_WIDTH>(args.dq_workspace.at(batch, head, q_start), dq_part, dq_acc, warp_of_tile<1>());
         wait_products<0>();
         settle(dk_acc);
         __syncwarp();  // every lane has read the vectors that came with it

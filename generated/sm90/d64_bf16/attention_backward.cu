@@ -4,7 +4,7 @@
 // plan attention_backward for sm_90a
 //   tile kv 128 x q 128, 12 warps, 2 stages, late (chosen by cost model)
 //   block_q = 128, block_kv = 128, head_dim = 64, head_dim_v = 64
-//   384 threads, about 240 registers each, 1 a multiprocessor
+//   384 threads, about 236 registers each, 1 a multiprocessor
 //   shared memory 198736 of 232448 bytes
 //          0 ..  32768  q_tile, 2 x 16384 bytes, 128 bytes a row
 //      32768 ..  65536  dout_tile, 2 x 16384 bytes, 128 bytes a row
