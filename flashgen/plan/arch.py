@@ -48,6 +48,10 @@ class Arch:
         digits = re.sub(r"\D", "", self.name)
         return int(digits[:-1]), int(digits[-1])
 
+    def shared_for(self, resident: int) -> int:
+        """Bytes of shared memory of a block, of which a multiprocessor holds so many; each takes 1 KiB beside."""
+        return min(self.shared_per_block, self.shared_per_multiprocessor // resident - KIB)
+
     @property
     def target(self) -> str:
         """The name that the compiler takes."""

@@ -33,6 +33,7 @@ class Candidate:
     """One point of the search: block sizes, warps, stages, and how register tiles are divided among the warps.
 
     traits: what else a family's passes can do, by the words that its part of the planner gives them.
+    resident: blocks that a multiprocessor should hold, where the family's part of the planner decides it.
     """
 
     blocks: tuple[tuple[str, int], ...]
@@ -40,6 +41,7 @@ class Candidate:
     stages: tuple[tuple[str, int], ...] = ()
     layouts: tuple[tuple[str, tuple[int, int]], ...] = ()
     traits: tuple[str, ...] = ()
+    resident: int = 1
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -59,9 +61,9 @@ class Candidate:
     def __str__(self) -> str:
         tile = " x ".join(f"{name.removeprefix('block_')} {size}" for name, size in self.blocks)
         warps = f"{self.warps} warp{'s' * (self.warps != 1)}"
-        return f"{tile}, {warps}{self._stages_text()}{self._layout_text()}" + "".join(
-            f", {item}" for item in self.traits
-        )
+        beside = f", {self.resident} blocks a multiprocessor" if self.resident > 1 else ""
+        traits = "".join(f", {item}" for item in self.traits)
+        return f"{tile}, {warps}{self._stages_text()}{self._layout_text()}{traits}{beside}"
 
     def _stages_text(self) -> str:
         """How deep the copies are staged: one number where all tiles agree."""
@@ -225,7 +227,7 @@ class Plan:
         lines.append(
             f"  {self.threads} threads, about {self.registers} registers each, {self.min_blocks} a multiprocessor"
         )
-        lines.append(f"  shared memory {self.shared_bytes} of {self.arch.shared_per_block} bytes")
+        lines.append(f"  shared memory {self.shared_bytes} of {self.arch.shared_for(self.candidate.resident)} bytes")
         for place in self.shared:
             lines.append(
                 f"    {place.offset:6d} .. {place.end:6d}  {place.buffer}, {place.stages} x {place.stage_bytes} bytes, "

@@ -1,7 +1,8 @@
 """The sm90 family's part of the planner: candidates by warpgroups, the register budget of each, and their cost.
 
 A warpgroup owns 64 rows of queries. The register file is shared by setmaxnreg: (producer, consumer) registers a thread
-for one, two and three computing warpgroups.
+for one, two and three computing warpgroups, or for one in each of two or three blocks that run together: where tiles
+have few steps, the beginnings and ends of one then lie beside the steps of the others.
 
 Traits of a candidate: "persistent" (a block takes tiles in a fixed order) or "dynamic" (it asks for its next one), "in
 turns" (the warpgroups issue their products one after the other), "guessed maximum" (softmax does not wait for maxima),
@@ -30,6 +31,12 @@ from flashgen.plan.wide import WARPGROUPS, divides_output, is_wide, output_layou
 ROLE_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # Working out where tiles lie spills in a producer with 24 registers.
 PERSISTENT_REGISTERS = ROLE_REGISTERS | {2: (40, 232)}
+# Of a block with one computing warpgroup, where a multiprocessor has more of them than one.
+RESIDENT_REGISTERS = {2: (40, 216), 3: (24, 136)}
+# Their threads begin with 128 and 80 registers; ptxas takes no product whose accumulator leaves few of these (C7602).
+RESIDENT_COLUMNS = {2: 192, 3: 96}
+# Beside a score function, counted on compiled kernels: ALiBi spilled 60 to 92 bytes.
+RESIDENT_SCORE_REGISTERS = 24
 # Addresses, loop counters, row maxima and sums beside the tiles, counted on compiled kernels.
 OVERHEAD_REGISTERS = 30
 # Beside a score function, or a mask of more than two comparisons. From so many special functions on, the compiler
@@ -92,7 +99,9 @@ def candidates(kernel: Kernel, sizes: Mapping[str, int]) -> Iterator[Candidate]:
     blocks_kv = WIDE_BLOCKS_KV if wide else BLOCKS_KV
     depths: tuple[tuple[int, ...], ...] = WIDE_STAGES if wide else ((2, 2),)
     depths = SHARED_STAGES if shares_values(kernel) else depths
-    counts = (WARPGROUPS,) if divided else (1, 2, 3)
+    counts = [(WARPGROUPS, 1)] if divided else [(1, 1), (2, 1), (3, 1)]
+    # Wide tiles, or those of more than queries, keys and values, leave no room for several blocks.
+    counts += [] if wide or divided or added_tiles(kernel) else [(1, resident) for resident in RESIDENT_REGISTERS]
     uneven = kernel.axes[0].longest_first or kernel.axes[0].name == ROW_BLOCK.name
     orders = ("dynamic",) if uneven else ("dynamic", "persistent")
     # What is dropped would hide a guess that was too low, and random numbers take longer than maxima.
@@ -103,9 +112,13 @@ def candidates(kernel: Kernel, sizes: Mapping[str, int]) -> Iterator[Candidate]:
     backwards = cost.rises(kernel) and not cost.loads_limits(kernel) and not cost.draws(kernel)
     guesses += ((GUESS, LAST_FIRST),) if backwards else ()
     every = product(counts, blocks_kv, depths, orders, (False, True), guesses)
-    for warpgroups, block_kv, stages, order, ahead, guess in every:
+    for (warpgroups, resident), block_kv, stages, order, ahead, guess in every:
         if ahead and more and warpgroups == 3:
             continue  # 160 registers are too few then: 8 to 70 bytes are spilled
+        if resident > 1 and max(block_kv, sizes["head_dim_v"]) > RESIDENT_COLUMNS[resident]:
+            continue
+        if resident > 2 and ahead and kernel.axes[0].name == ROW_BLOCK.name:
+            continue  # the producer's 24 registers are too few to find sequences then: 8 bytes are spilled
         turns = ("in turns",) if warpgroups > 1 else ()
         along_rows, across = (1, warpgroups) if divided else (warpgroups, 1)
         yield Candidate(
@@ -114,6 +127,7 @@ def candidates(kernel: Kernel, sizes: Mapping[str, int]) -> Iterator[Candidate]:
             stages=(*zip(("k_tile", "v_tile"), stages, strict=False), *added, *((("q_tile", 2),) if ahead else ())),
             layouts=output_layouts(tile_names(kernel), 4 * along_rows, across),
             traits=(order, *turns, *guess),
+            resident=resident,
         )
 
 
@@ -129,15 +143,15 @@ def make(
     kernel: Kernel, arch: Arch, dims: tuple[tuple[str, int], ...], sizes: dict[str, int], candidate: Candidate
 ) -> Plan:
     """The plan that a candidate stands for."""
-    shared, covered = allocate(sizes, candidate, arch.shared_per_block)
+    shared, covered = allocate(sizes, candidate, arch.shared_for(candidate.resident))
     return Plan(
         kernel=kernel.name,
         arch=arch,
         dims=dims,
         candidate=candidate,
         shared=shared,
-        registers=registers(kernel, sizes) + _unguessed_registers(kernel, sizes, candidate),
-        min_blocks=1,
+        registers=registers_with(kernel, sizes, candidate),
+        min_blocks=candidate.resident,
         producer_warps=4,
         role_registers=role_registers(candidate),
         mbarriers=_mbarriers(candidate, covered),
@@ -173,6 +187,8 @@ def _mbarriers(candidate: Candidate, covered: tuple[str, ...]) -> tuple[tuple[st
 
 def role_registers(candidate: Candidate) -> tuple[int, int]:
     """Registers a thread of the producer and of the computing warps."""
+    if candidate.resident > 1:
+        return RESIDENT_REGISTERS[candidate.resident]
     budget = PERSISTENT_REGISTERS if candidate.persistent else ROLE_REGISTERS
     return budget[candidate.warps // 4 - 1]
 
@@ -203,6 +219,12 @@ def allocate(sizes: dict[str, int], candidate: Candidate, limit: int) -> tuple[t
 
 def _panels(name: str, offset: int, rows: int, cols: int, stages: int) -> Placement:
     return Placement(name, offset, rows * panel_bytes(cols), stages, panel_bytes(cols), swizzled=True)
+
+
+def registers_with(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> int:
+    """`registers`, and what depends on more of the candidate than its blocks."""
+    beside = RESIDENT_SCORE_REGISTERS if candidate.resident > 1 and cost.scores(kernel) else 0
+    return registers(kernel, sizes) + _unguessed_registers(kernel, sizes, candidate) + beside
 
 
 def registers(kernel: Kernel, sizes: dict[str, int]) -> int:
@@ -265,11 +287,12 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     if packed > 1 and sizes["block_q"] & (sizes["block_q"] - 1):
         sentence = f"{sizes['block_q']} rows of {packed} heads: the 64 of a warpgroup do not leave by one copy"
         return Verdict(candidate, rejection=sentence, unfit=True)
-    needed = max(place.end for place in allocate(sizes, candidate, arch.shared_per_block)[0]) + BARRIER_BYTES
-    if needed > arch.shared_per_block:
-        excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:g} KiB of a block"
+    room = arch.shared_for(candidate.resident)
+    needed = max(place.end for place in allocate(sizes, candidate, room)[0]) + BARRIER_BYTES
+    if needed > room:
+        excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {room / KIB:g} KiB of a block"
         return Verdict(candidate, rejection=excess)
-    taken = registers(kernel, sizes) + _unguessed_registers(kernel, sizes, candidate)
+    taken = registers_with(kernel, sizes, candidate)
     limit = role_registers(candidate)[1]
     if taken > min(limit, arch.max_registers):
         return Verdict(candidate, rejection=f"about {taken} registers a thread exceed {limit}: it would spill")
@@ -277,11 +300,11 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     copies = WARPGROUPS if divides_output(kernel, sizes) else 1
     matrix = elements * (copies * sizes["head_dim"] + sizes["head_dim_v"]) / arch.matrix_rate
     softmax = copies * elements * (1 / arch.exp_rate + 3 / 128)
-    latency = STEP_LATENCY if warpgroups > 1 else 2 * STEP_LATENCY
+    latency = (STEP_LATENCY if warpgroups > 1 else 2 * STEP_LATENCY) / candidate.resident
     held = 2 if shares_values(kernel) else 1  # stages in use, so that with no more of them a load is waited for
     latency += STEP_LATENCY * sum(count == held for name, count in candidate.stages if name != "q_tile")
-    clocks = max(matrix, softmax) + min(matrix, softmax) / (1 + warpgroups) + latency
-    clocks = max(clocks, _traffic(kernel, sizes) / L2_BYTES_PER_CLOCK)
+    clocks = max(matrix, softmax) + min(matrix, softmax) / (1 + warpgroups * candidate.resident) + latency
+    clocks = max(clocks, _traffic(kernel, sizes, candidate) / L2_BYTES_PER_CLOCK)
     total = clocks * 1e6 / (2 * elements * (sizes["head_dim"] + sizes["head_dim_v"])) * _factor(kernel, candidate)
     why = (
         f"{needed / KIB:.1f} KiB, {taken} registers; a step takes {matrix:.0f} clocks of matrix work, "
@@ -290,11 +313,11 @@ def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidat
     return Verdict(candidate, cost=total, why=why)
 
 
-def _traffic(kernel: Kernel, sizes: dict[str, int]) -> int:
-    """Bytes that a step loads where tiles of rows and columns are among them; 0 where keys and values are all."""
+def _traffic(kernel: Kernel, sizes: dict[str, int], candidate: Candidate) -> int:
+    """Bytes that a step loads where tiles of rows and columns are among them, or for few rows of queries; else 0."""
     added = len(added_tiles(kernel)) * sizes["block_q"] * panel_bytes(sizes["block_kv"])
     keys = sizes["block_kv"] * (panel_bytes(sizes["head_dim"]) + panel_bytes(sizes["head_dim_v"]))
-    return added + keys if added else 0
+    return added + keys if added or candidate.resident > 1 else 0
 
 
 def _factor(kernel: Kernel, candidate: Candidate) -> float:

@@ -15,6 +15,8 @@ from flashgen.plan.plan import Candidate
 from flashgen.spec import Function, Spec
 
 WIDTH = 100  # of a command in a line
+LISTED = "listed"  # the kind of any mask whose blocks are listed
+PACKED = "varlen"  # that of packed sequences without functions
 Key = tuple[str, str, int, int, bool, str, str]
 
 
@@ -23,8 +25,8 @@ class Measured:
     """The choice of one candidate, by all that tells candidates apart.
 
     stages: the depth of every staged buffer, in the candidate's order. split: warps along the columns of the scores.
-    traits: the candidate's. limit: of a line for short sequences the most keys that it holds for, of one for long ones
-    the fewest.
+    traits, resident: the candidate's. limit: of a line for short sequences the most keys that it holds for, of one for
+    long ones the fewest.
     """
 
     blocks: tuple[tuple[str, int], ...]
@@ -33,12 +35,13 @@ class Measured:
     note: str
     split: int = 1
     traits: tuple[str, ...] = ()
+    resident: int = 1
     limit: int = 0
 
     def matches(self, candidate: Candidate) -> bool:
-        """True for the candidate with these blocks, warps, stages, split and traits."""
-        own = (dict(self.blocks), self.warps, self.stages, self.split, self.traits)
-        theirs = (candidate.warps, candidate.depths, candidate.split, candidate.traits)
+        """True for the candidate with these blocks, warps, stages, split and traits, of which so many run together."""
+        own = (dict(self.blocks), self.warps, self.stages, self.split, self.traits, self.resident)
+        theirs = (candidate.warps, candidate.depths, candidate.split, candidate.traits, candidate.resident)
         return own == (dict(candidate.blocks), *theirs)
 
     def without(self, trait: str) -> Measured:
@@ -48,6 +51,42 @@ class Measured:
 
 # (arch, kernel, head_dim, head_dim_v, causal, kind of the functions, length of the Spec) -> choice
 TABLE: dict[Key, Measured] = {
+    ("sm_90a", "attention_forward", 32, 32, False, "", ""): Measured(
+        (("block_q", 192), ("block_kv", 144)),
+        16,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-03, 315 TFLOP/s, 1.04 times three blocks of 64 x 96, at 16384: "
+        "python -m flashgen tune --direction fwd --head-dim 32 --full --seqlen 4096 --seqlen 16384",
+        traits=("dynamic", "in turns", "guessed maximum"),
+    ),
+    ("sm_90a", "attention_forward", 32, 32, False, "", "short"): Measured(
+        (("block_q", 64), ("block_kv", 96)),
+        8,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-03, 1.20 times one block of 192 x 144, at 1024: "
+        "python -m flashgen tune --direction fwd --head-dim 32 --full --seqlen 1024",
+        traits=("dynamic", "guessed maximum"),
+        resident=3,
+        limit=1024,
+    ),
+    ("sm_90a", "attention_forward", 32, 32, True, "", ""): Measured(
+        (("block_q", 192), ("block_kv", 144)),
+        16,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-03, 325 TFLOP/s, 1.09 times three blocks of 64 x 96, at 16384: "
+        "python -m flashgen tune --direction fwd --head-dim 32 --causal --seqlen 4096 --seqlen 16384",
+        traits=("dynamic", "in turns", "guessed maximum"),
+    ),
+    ("sm_90a", "attention_forward", 32, 32, True, "", "short"): Measured(
+        (("block_q", 64), ("block_kv", 96)),
+        8,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-03, 1.32 and 1.35 times one block of 192 x 144, at 512 and 1024: "
+        "python -m flashgen tune --direction fwd --head-dim 32 --causal --seqlen 1024",
+        traits=("dynamic", "guessed maximum"),
+        resident=3,
+        limit=1024,
+    ),
     ("sm_90a", "attention_forward", 64, 64, False, "", ""): Measured(
         (("block_q", 192), ("block_kv", 128)),
         16,
@@ -55,6 +94,16 @@ TABLE: dict[Key, Measured] = {
         "NVIDIA H200, 2026-12-02, 350 to 535 TFLOP/s: "
         "python -m flashgen tune --direction fwd --head-dim 64 --full --preset full --rounds 3",
         traits=("dynamic", "in turns", "guessed maximum"),
+    ),
+    ("sm_90a", "attention_forward", 64, 64, False, "", "short"): Measured(
+        (("block_q", 64), ("block_kv", 64)),
+        8,
+        (2, 2),
+        "NVIDIA H200, 2026-12-03, 366 and 410 TFLOP/s beside 349 and 405 with one block of 192 x 128, at 512 and 1024: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --full --seqlen 512 --seqlen 1024",
+        traits=("dynamic", "guessed maximum"),
+        resident=3,
+        limit=1024,
     ),
     ("sm_90a", "attention_forward", 64, 64, True, "", ""): Measured(
         (("block_q", 192), ("block_kv", 128)),
@@ -65,22 +114,33 @@ TABLE: dict[Key, Measured] = {
         traits=("dynamic", "in turns", "guessed maximum"),
     ),
     ("sm_90a", "attention_forward", 64, 64, True, "", "short"): Measured(
-        (("block_q", 128), ("block_kv", 128)),
-        12,
-        (2, 2, 2),
-        "NVIDIA H200, 2026-12-03, 247 to 325 TFLOP/s beside 210 to 294 with 160 keys, at 512 and 1024: "
-        "python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 512 --seqlen 1024 --rounds 3",
-        traits=("dynamic", "in turns", "guessed maximum"),
-        limit=1024,
+        (("block_q", 64), ("block_kv", 64)),
+        8,
+        (2, 2),
+        "NVIDIA H200, 2026-12-03, 269, 352 and 383 TFLOP/s beside 230, 307 and 378 with one block of 128 x 128 or, at "
+        "2048, 192 x 128, at 512, 1024 and 2048: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 512 --seqlen 1024 --seqlen 2048",
+        traits=("dynamic", "guessed maximum"),
+        resident=3,
+        limit=2048,
     ),
     ("sm_90a", "attention_forward", 64, 64, True, "window", ""): Measured(
-        (("block_q", 128), ("block_kv", 128)),
-        12,
-        (2, 2, 2),
-        "NVIDIA H200, 2026-12-03, 342 to 348 TFLOP/s: "
-        "python -m flashgen tune --direction fwd --head-dim 64 --variant window --seqlen 4096 --seqlen 16384"
-        " --rounds 3",
-        traits=("dynamic", "in turns", "guessed maximum"),
+        (("block_q", 64), ("block_kv", 64)),
+        8,
+        (2, 2),
+        "NVIDIA H200, 2026-12-03, 1.14 times one block of 128 x 128, which has 342 to 348 TFLOP/s: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --variant window --seqlen 4096 --seqlen 16384",
+        traits=("dynamic", "guessed maximum"),
+        resident=3,
+    ),
+    ("sm_90a", "attention_forward", 64, 64, True, "listed", ""): Measured(
+        (("block_q", 64), ("block_kv", 64)),
+        8,
+        (2, 2),
+        "NVIDIA H200, 2026-12-03, 1.37 and 1.14 times one block of 128 x 128, 16 documents in 4096 and 16384 tokens: "
+        "python -m flashgen bench --direction fwd --head-dim 64 --variant document",
+        traits=("dynamic", "guessed maximum"),
+        resident=3,
     ),
     ("sm_90a", "attention_forward", 64, 64, True, "softcap", ""): Measured(
         (("block_q", 192), ("block_kv", 80)),
@@ -218,16 +278,35 @@ def _words(function: Function) -> Iterator[str]:
 def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:
     """The measured choice for a kernel, or None; the usual one for a length without a line of its own.
 
-    Functions of a kind without lines take the line without functions, but for those that take other tiles.
+    Functions of a kind without lines take that of masks whose blocks are listed, where theirs are, or else the line
+    without functions, but for those that take other tiles.
     """
-    kinds = (kind(spec), *([] if spec.tiled else [""])) if spec.mask or spec.score else ("",)
-    keys = (_key(kernel, replace(spec, length=length), arch, of) for of in kinds for length in (spec.length, ""))
+    if _is_other(kernel, spec):
+        return None
+    keys = (_key(kernel, replace(spec, length=length), arch, of) for of in _kinds(spec) for length in (spec.length, ""))
     return next((TABLE[key] for key in keys if key in TABLE), None)
 
 
+def _kinds(spec: Spec) -> tuple[str, ...]:
+    """The kinds whose lines a spec may take, its own first."""
+    if not (spec.mask or spec.score):
+        return (PACKED, "") if spec.varlen else ("",)
+    listed = [LISTED] if spec.listed and spec.score is None else []
+    return (kind(spec), *listed, *([] if spec.tiled else [""]))
+
+
 def has_own(kernel: str, spec: Spec, arch: Arch) -> bool:
-    """True where `lookup` gives a line for functions of this very kind."""
-    return any(_key(kernel, replace(spec, length=length), arch) in TABLE for length in (spec.length, ""))
+    """True where `lookup` gives a line for functions of this kind, or for any whose blocks are listed."""
+    own, *others = _kinds(spec)
+    kinds = (own, *(kind for kind in others if kind))
+    keys = (_key(kernel, replace(spec, length=length), arch, of) for of in kinds for length in (spec.length, ""))
+    return any(key in TABLE for key in keys)
+
+
+def has_length(kernel: str, spec: Spec, arch: Arch) -> bool:
+    """True where the length of the spec has a line of its own."""
+    measured = _measured(spec) and not _is_other(kernel, spec)
+    return measured and bool(spec.length) and _key(kernel, spec, arch) in TABLE
 
 
 def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
@@ -235,12 +314,17 @@ def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
 
     What lengths were not measured with takes the usual tile at every length.
     """
-    if not _measured(spec):
+    if not _measured(spec) or _is_other(kernel, spec):
         return ""
     short, long = (TABLE.get(_key(kernel, replace(spec, length=name), arch)) for name in ("short", "long"))
     if short and seqlen_k <= short.limit:
         return "short"
     return "long" if long and seqlen_k >= long.limit else ""
+
+
+def _is_other(kernel: str, spec: Spec) -> bool:
+    """True for the deterministic backward's main kernel, which leaves dQ to another: no line is for it."""
+    return kernel == "attention_backward" and spec.deterministic
 
 
 def _measured(spec: Spec) -> bool:
@@ -253,7 +337,7 @@ def _measured(spec: Spec) -> bool:
 
 def by_length(kernel: str, spec: Spec, arch: Arch) -> list[str]:
     """A sentence for each length that has a tile of its own; none for what takes the usual one at every length."""
-    if spec.length or not _measured(spec):
+    if spec.length or not _measured(spec) or _is_other(kernel, spec):
         return []
     found = []
     for name, words in (("short", "of up to {} keys"), ("long", "of {} keys and more")):
@@ -272,6 +356,7 @@ def line(kernel: str, spec: Spec, arch: Arch, candidate: Candidate, figure: str,
     items[-1] += ","
     items += [f"split={candidate.split},"] * (candidate.split != 1)
     items += [f"traits={candidate.traits!r},"] * bool(candidate.traits)
+    items += [f"resident={candidate.resident},"] * (candidate.resident > 1)
     present = TABLE.get(_key(kernel, spec, arch))
     items += [f"limit={present.limit},"] if present and present.limit else []
     text = "".join(f"        {item}\n" for item in items)

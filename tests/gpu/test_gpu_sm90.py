@@ -37,7 +37,7 @@ def test_the_portable_kernels_run_where_they_are_asked_for(kernel, spec):
     report(found)
 
 
-TILES = sorted({(*key[2:5], length) for key in tuned.TABLE if key[5] for length in ("", key[5])})
+TILES = sorted({(*key[2:5], length) for key in tuned.TABLE if key[6] for length in ("", key[6])})
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "causal", "length"), TILES)

@@ -100,6 +100,23 @@ def test_from_the_last_block_of_keys_to_the_first(lengths, options):
     equals_tile(spec, problem(spec, *lengths, batches=2, heads=1, heads_kv=1), kernel, chosen)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("resident", sm90.RESIDENT_REGISTERS)
+def test_several_blocks_run_together_on_a_multiprocessor(resident, causal):
+    spec = Spec(64, 64, causal=causal)
+    verdicts = planner.judged(forward(spec), ARCH, planner.head_dims(spec, ARCH))
+    fitting = [item.candidate for item in verdicts if item.candidate.resident == resident and not item.rejection]
+    assert fitting
+    for candidate in fitting:
+        chosen = planner.make(forward(spec), spec, ARCH, candidate)
+        beginning = ARCH.registers // resident // chosen.threads // 8 * 8  # what a thread has before setmaxnreg
+        assert sum(chosen.role_registers) == 2 * beginning and chosen.registers <= chosen.role_registers[1]
+        assert chosen.shared_bytes <= ARCH.shared_per_multiprocessor // resident - 1024
+    kernel = lower.run(forward(spec), chosen)
+    assert f"multiprocessors * {resident}" in text(kernel.axes[0].extent), "so many begin at once"
+    equals_tile(spec, problem(spec, 200, 150, heads=2, heads_kv=1), kernel, chosen)
+
+
 def test_a_block_that_is_not_passed_over_is_never_loaded_again():
     spec = Spec(64, 64, causal=True)
     kernel, chosen = lowered(spec, warpgroups=3, block_kv=64)

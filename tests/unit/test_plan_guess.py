@@ -46,8 +46,8 @@ def twin(candidate, others):
     (found,) = [
         other
         for other in others
-        if (set(other.candidate.traits), other.candidate.blocks, other.candidate.stages)
-        == (traits, candidate.blocks, candidate.stages)
+        if (set(other.candidate.traits), other.candidate.blocks, other.candidate.stages, other.candidate.resident)
+        == (traits, candidate.blocks, candidate.stages, candidate.resident)
     ]
     return found
 

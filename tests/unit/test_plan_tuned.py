@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from tuned_lines import KINDS, of_kind, of_variant, spec_of
 from verdicts import SMALLEST, judged
 
 from flashgen import build, masks, scores, variants
-from flashgen.attention import backward, forward, tiles
-from flashgen.bench.variants import OF_ONE_LENGTH, functions
+from flashgen.attention import backward, forward
+from flashgen.bench.variants import OF_ONE_LENGTH
 from flashgen.ir.dtype import F32
 from flashgen.plan import planner, tuned
 from flashgen.plan.arch import parse_arch
@@ -51,26 +52,6 @@ PLANNED = {
     "attention_backward": (backward.backward, False),
     "attention_backward_dq": (backward.backward_dq, True),
 }
-
-
-def of_variant(variant, causal=True):
-    """The options of a Spec with the functions of a variant of the benchmark."""
-    causal, mask, score = functions(variant, causal)
-    return {"causal": causal, "mask": mask, "score": score}
-
-
-# What `tune` gives lines for: options by the kind of their functions, whose arrays lie as TMA asks where they can.
-KINDS = {
-    tuned.kind(replace(spec, tiled=tiled)): (name, tiled)
-    for name in ("", *OF_ONE_LENGTH)
-    for spec in [Spec(**of_variant(name))]
-    for tiled in ((False, True) if tiles.fit(spec) else (False,))
-}
-
-
-def of_kind(kind, causal):
-    variant, tiled = KINDS[kind]
-    return of_variant(variant, causal) | {"tiled": tiled}
 
 
 def ill_fitting(table):
@@ -142,11 +123,9 @@ def test_a_line_is_what_the_table_takes():
 
 HOPPER = parse_arch("sm_90a")
 LINES = sorted({key[:-1] for key in tuned.TABLE if key[-1]})
+OF_FORWARD = [key for key in LINES if key[1] == "attention_forward"]
+OF_BACKWARD = [key for key in LINES if key[1] == "attention_backward"]
 PLAIN = [key for key in LINES if not key[-1]]
-
-
-def spec_of(key, **others):
-    return Spec(key[2], key[3], **(of_kind(key[5], key[4]) | others))
 
 
 def test_every_line_of_a_length_has_its_limit_and_the_usual_one_beside_it():
@@ -163,9 +142,13 @@ def test_every_line_of_a_length_has_its_limit_and_the_usual_one_beside_it():
 def test_a_call_takes_the_tile_of_its_length(key):
     spec, seen = spec_of(key), set()
     for seqlen_k in (0, 1, 511, 512, 513, 1023, 1024, 1025, 4095, 4096, 8191, 8192, 10**6):
-        made = build.for_sizes(spec, HOPPER, 4096, seqlen_k, 1)
+        if key in OF_FORWARD:
+            made = build.for_sizes(spec, HOPPER, 4096, seqlen_k, 1)
+            plan = build.forward(made, HOPPER)[0].plan
+        else:
+            made = build.backward_for_sizes(spec, HOPPER, seqlen_k)
+            plan = build.backward(made, HOPPER)[1].plan
         line = tuned.TABLE[*key, made.length]
-        plan = build.forward(made, HOPPER)[0].plan
         assert line.matches(plan.candidate) and plan.source == f"measurement: {line.note}"
         assert made.length != "short" or seqlen_k <= line.limit
         assert made.length != "long" or seqlen_k >= line.limit
@@ -185,13 +168,37 @@ def test_what_was_not_measured_takes_the_usual_tile(key):
         assert build.for_sizes(usual, HOPPER, 1, seqlen_k, 8) == replace(usual, packed=8)
     for name in ("short", "long"):
         given = replace(usual, length=name)
-        assert build.backward(given, HOPPER) == build.backward(usual, HOPPER)
+        same = ("sm_90a", "attention_backward", *key[2:], name) not in tuned.TABLE
+        assert (build.backward(given, HOPPER) == build.backward(usual, HOPPER)) == same
         assert build.forward(given, parse_arch("sm_80")) == build.forward(usual, parse_arch("sm_80"))
+
+
+@pytest.mark.parametrize("key", OF_BACKWARD)
+def test_what_of_the_backward_was_not_measured_takes_the_usual_tile(key):
+    """Where deterministic the main kernel leaves dQ to another, and takes other tiles."""
+    _, mask, score = variants.functions(False, window=(128, 0), softcap=20.0)
+    assert build.backward_for_sizes(spec_of(key), HOPPER, 16).length == "short"
+    assert build.backward_for_sizes(spec_of(key), parse_arch("sm_80"), 16).length == ""
+    others = ({"mask": mask}, {"score": score}, {"varlen": True}, {"dropout": True}, {"deterministic": True})
+    for given in others:
+        spec = spec_of(key, **given)
+        assert build.backward_for_sizes(spec, HOPPER, 16).length == ""
+        assert build.backward(replace(spec, length="short"), HOPPER) == build.backward(spec, HOPPER)
+    assert "does not fit" not in build.backward(spec_of(key, deterministic=True), HOPPER)[1].plan.text()
+
+
+def test_masks_whose_blocks_are_listed_have_a_line_of_their_own_but_with_scores():
+    key = ("sm_90a", "attention_forward", 64, 64, True, tuned.LISTED, "")
+    listed = spec_of(key)
+    assert tuned.lookup(key[1], listed, HOPPER) == tuned.TABLE[key]
+    assert tuned.lookup(key[1], replace(listed, listed=False), HOPPER) != tuned.TABLE[key]
+    _, _, score = variants.functions(False, softcap=20.0)
+    assert tuned.lookup(key[1], replace(listed, score=score), HOPPER) != tuned.TABLE[key]
 
 
 def test_the_plan_says_which_calls_take_another_tile():
     for name, words in (("short", "of up to {} keys"), ("long", "of {} keys and more")):
-        for key in LINES:
+        for key in OF_FORWARD:
             line = tuned.TABLE.get((*key, name))
             said = f"calls {words.format(line.limit)} take a tile of" if line else f"--length {name}"
             for spec, wanted in ((spec_of(key), bool(line)), (spec_of(key, packed=8), False)):

@@ -49,6 +49,7 @@ def take_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     q_axis, head_axis, *batch_axis = kernel.axes
     every_batch = Const(1) if not batch_axis else batch_axis[0].extent
     tiles = q_axis.extent * head_axis.extent * every_batch
+    at_once = Var("multiprocessors") * plan.min_blocks
     kernel = kernel.with_buffer(Buffer("next_tile", (), I32, Space.SHARED, stages=2))
     following: Stmt = Assign(TILE.name, TILE + BLOCKS)
     if plan.dynamic:
@@ -61,14 +62,14 @@ def take_tiles(kernel: Kernel, plan: Plan) -> Kernel:
     body = (
         Let(Q_BLOCKS.name, q_axis.extent),
         Let(TILES.name, Q_BLOCKS * head_axis.extent * (BATCHES if batch_axis else Const(1))),
-        Let(BLOCKS.name, minimum(TILES, Var("multiprocessors")), note="of this grid: as many as run at once"),
+        Let(BLOCKS.name, minimum(TILES, at_once), note="of this grid: as many as run at once"),
         Counter(TILE.name, BLOCK, note="the first tile of each block is that of its number"),
         Counter(DONE.name, Const(0)),
         WhileLoop(TILE < TILES, turn),
     )
     return kernel.having(
         scalars=(*kernel.scalars, Scalar("multiprocessors", I32)),
-        axes=(Axis(BLOCK.name, minimum(tiles, Var("multiprocessors"))),),
+        axes=(Axis(BLOCK.name, minimum(tiles, at_once)),),
         body=body,
     )
 

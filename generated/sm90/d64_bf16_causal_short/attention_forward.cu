@@ -2,31 +2,31 @@
 // Written by flashgen; edit the IR or the templates, not this file.
 //
 // plan attention_forward for sm_90a
-//   tile q 128 x kv 128, 12 warps, 2 stages, Q ahead, dynamic, in turns, guessed maximum (chosen by measurement: NVIDIA H200, 2026-12-03, 247 to 325 TFLOP/s beside 210 to 294 with 160 keys, at 512 and 1024: python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 512 --seqlen 1024 --rounds 3)
-//   block_q = 128, block_kv = 128, head_dim = 64, head_dim_v = 64
-//   384 threads, about 158 registers each, 1 a multiprocessor
-//   shared memory 114880 of 232448 bytes
-//          0 ..  32768  q_tile, 2 x 16384 bytes, 128 bytes a row
-//      32768 ..  65536  k_tile, 2 x 16384 bytes, 128 bytes a row
-//      65536 ..  98304  v_tile, 2 x 16384 bytes, 128 bytes a row
-//      98304 .. 114688  o_tile, 1 x 16384 bytes, 128 bytes a row
-//     114688 .. 114752  next_tile, 2 x 32 bytes, 32 bytes a row
-//   warps of s: 8 along rows, 1 along columns
-//   warps of p: 8 along rows, 1 along columns
-//   warps of p_operand: 8 along rows, 1 along columns
-//   warps of o_acc: 8 along rows, 1 along columns
-//   warps of o_out: 8 along rows, 1 along columns
+//   tile q 64 x kv 64, 8 warps, 2 stages, dynamic, guessed maximum, 3 blocks a multiprocessor (chosen by measurement: NVIDIA H200, 2026-12-03, 269, 352 and 383 TFLOP/s beside 230, 307 and 378 with one block of 128 x 128 or, at 2048, 192 x 128, at 512, 1024 and 2048: python -m flashgen tune --direction fwd --head-dim 64 --causal --seqlen 512 --seqlen 1024 --seqlen 2048)
+//   block_q = 64, block_kv = 64, head_dim = 64, head_dim_v = 64
+//   256 threads, about 110 registers each, 3 a multiprocessor
+//   shared memory 49328 of 76800 bytes
+//          0 ..   8192  q_tile, 1 x 8192 bytes, 128 bytes a row
+//       8192 ..  24576  k_tile, 2 x 8192 bytes, 128 bytes a row
+//      24576 ..  40960  v_tile, 2 x 8192 bytes, 128 bytes a row
+//      40960 ..  49152  o_tile, 1 x 8192 bytes, 128 bytes a row
+//      49152 ..  49216  next_tile, 2 x 32 bytes, 32 bytes a row
+//   warps of s: 4 along rows, 1 along columns
+//   warps of p: 4 along rows, 1 along columns
+//   warps of p_operand: 4 along rows, 1 along columns
+//   warps of o_acc: 4 along rows, 1 along columns
+//   warps of o_out: 4 along rows, 1 along columns
 
 #include "flashgen/common.cuh"
 #include "flashgen/sm90.cuh"
 
 using element = bf16;
 
-constexpr int THREADS = 256;  // 8 warps
-constexpr int MIN_BLOCKS = 1;  // blocks a multiprocessor
+constexpr int THREADS = 128;  // 4 warps
+constexpr int MIN_BLOCKS = 3;  // blocks a multiprocessor
 constexpr int PRODUCER_THREADS = 128;  // of which one loads
-constexpr int BLOCK_Q = 128;
-constexpr int BLOCK_KV = 128;
+constexpr int BLOCK_Q = 64;
+constexpr int BLOCK_KV = 64;
 constexpr int HEAD_DIM = 64;
 constexpr int HEAD_DIM_V = 64;
 
@@ -34,45 +34,39 @@ constexpr int HEAD_DIM_V = 64;
 using QTile = PanelTile<BLOCK_Q, HEAD_DIM>;
 constexpr int Q_TILE_OFFSET = 0;
 using KTile = PanelTile<BLOCK_KV, HEAD_DIM>;
-constexpr int K_TILE_OFFSET = 32768;
+constexpr int K_TILE_OFFSET = 8192;
 using VTile = PanelTile<BLOCK_KV, HEAD_DIM_V>;
-constexpr int V_TILE_OFFSET = 65536;
+constexpr int V_TILE_OFFSET = 24576;
 using OTile = PanelTile<BLOCK_Q, HEAD_DIM_V>;
-constexpr int O_TILE_OFFSET = 98304;
-constexpr int NEXT_TILE_OFFSET = 114688;
-constexpr int K_TILE_FULL_OFFSET = 114752;
-constexpr int K_TILE_EMPTY_OFFSET = 114768;
-constexpr int V_TILE_FULL_OFFSET = 114784;
-constexpr int V_TILE_EMPTY_OFFSET = 114800;
-constexpr int Q_TILE_FULL_OFFSET = 114816;
-constexpr int Q_TILE_EMPTY_OFFSET = 114832;
-constexpr int NEXT_TILE_FULL_OFFSET = 114848;
-constexpr int NEXT_TILE_EMPTY_OFFSET = 114864;
+constexpr int O_TILE_OFFSET = 40960;
+constexpr int NEXT_TILE_OFFSET = 49152;
+constexpr int K_TILE_FULL_OFFSET = 49216;
+constexpr int K_TILE_EMPTY_OFFSET = 49232;
+constexpr int V_TILE_FULL_OFFSET = 49248;
+constexpr int V_TILE_EMPTY_OFFSET = 49264;
+constexpr int Q_TILE_FULL_OFFSET = 49280;
+constexpr int Q_TILE_EMPTY_OFFSET = 49288;
+constexpr int NEXT_TILE_FULL_OFFSET = 49296;
+constexpr int NEXT_TILE_EMPTY_OFFSET = 49312;
 
 // register tiles: rows x columns, warps along each
-using S = Fragment<BLOCK_Q, BLOCK_KV, 8, 1>;
-using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 8, 1>;
+using S = Fragment<BLOCK_Q, BLOCK_KV, 4, 1>;
+using OAcc = Fragment<BLOCK_Q, HEAD_DIM_V, 4, 1>;
 
-// acc (+)= a b, 64 x 128 x 16 a warpgroup
-__device__ __forceinline__ void wgmma_64x128x16_shared(float (&acc)[2][32], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
-  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %68, 0;\n"
-    "add.u32 low, %64, %65; mov.b64 a_desc, {low, 1073741888};\n"
-    "add.u32 low, %66, %67; mov.b64 b_desc, {low, 1073741888};\n"
-    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+// acc (+)= a b, 64 x 64 x 16 a warpgroup
+__device__ __forceinline__ void wgmma_64x64x16_shared(float (&acc)[2][16], uint32 a, uint32 a_step, uint32 b, uint32 b_step, int accumulate) {
+  asm volatile("{ .reg .pred p; .reg .b32 low; .reg .b64 a_desc, b_desc; setp.ne.b32 p, %36, 0;\n"
+    "add.u32 low, %32, %33; mov.b64 a_desc, {low, 1073741888};\n"
+    "add.u32 low, %34, %35; mov.b64 b_desc, {low, 1073741888};\n"
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, a_desc, b_desc, p, 1, 1, 0, 0; }"
   :
   "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][2]), "+f"(acc[1][3]),
   "+f"(acc[0][4]), "+f"(acc[0][5]), "+f"(acc[1][4]), "+f"(acc[1][5]), "+f"(acc[0][6]), "+f"(acc[0][7]), "+f"(acc[1][6]), "+f"(acc[1][7]),
   "+f"(acc[0][8]), "+f"(acc[0][9]), "+f"(acc[1][8]), "+f"(acc[1][9]), "+f"(acc[0][10]), "+f"(acc[0][11]), "+f"(acc[1][10]), "+f"(acc[1][11]),
-  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15]),
-  "+f"(acc[0][16]), "+f"(acc[0][17]), "+f"(acc[1][16]), "+f"(acc[1][17]), "+f"(acc[0][18]), "+f"(acc[0][19]), "+f"(acc[1][18]), "+f"(acc[1][19]),
-  "+f"(acc[0][20]), "+f"(acc[0][21]), "+f"(acc[1][20]), "+f"(acc[1][21]), "+f"(acc[0][22]), "+f"(acc[0][23]), "+f"(acc[1][22]), "+f"(acc[1][23]),
-  "+f"(acc[0][24]), "+f"(acc[0][25]), "+f"(acc[1][24]), "+f"(acc[1][25]), "+f"(acc[0][26]), "+f"(acc[0][27]), "+f"(acc[1][26]), "+f"(acc[1][27]),
-  "+f"(acc[0][28]), "+f"(acc[0][29]), "+f"(acc[1][28]), "+f"(acc[1][29]), "+f"(acc[0][30]), "+f"(acc[0][31]), "+f"(acc[1][30]), "+f"(acc[1][31])
+  "+f"(acc[0][12]), "+f"(acc[0][13]), "+f"(acc[1][12]), "+f"(acc[1][13]), "+f"(acc[0][14]), "+f"(acc[0][15]), "+f"(acc[1][14]), "+f"(acc[1][15])
   : "r"(a), "r"(a_step), "r"(b), "r"(b_step), "r"(accumulate));
 }
 // acc (+)= a b, 64 x 64 x 16 a warpgroup
@@ -144,23 +138,23 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
 
   if (threadIdx.x == 0) {
     init_barriers<2>(k_tile_full, 1);
-    init_barriers<2>(k_tile_empty, 8);
+    init_barriers<2>(k_tile_empty, 4);
     init_barriers<2>(v_tile_full, 1);
-    init_barriers<2>(v_tile_empty, 8);
-    init_barriers<2>(q_tile_full, 1);
-    init_barriers<2>(q_tile_empty, 8);
+    init_barriers<2>(v_tile_empty, 4);
+    init_barriers<1>(q_tile_full, 1);
+    init_barriers<1>(q_tile_empty, 4);
     init_barriers<2>(next_tile_full, 1);
-    init_barriers<2>(next_tile_empty, 8);
+    init_barriers<2>(next_tile_empty, 4);
     fence_barrier_init();
   }
   __syncthreads();
   const int q_blocks = (args.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
   const int tiles = q_blocks * args.heads * args.batches;
   // of this grid: as many as run at once
-  const int blocks = min(tiles, args.multiprocessors);
+  const int blocks = min(tiles, args.multiprocessors * 3);
   // one thread keeps the stages full
   if (threadIdx.x >= THREADS) {
-    give_registers<40>();
+    give_registers<24>();
     if (threadIdx.x == THREADS) {
       // the first tile of each block is that of its number
       int tile = block;
@@ -183,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         const int last_kv_block = min((args.seqlen_k + BLOCK_KV - 1) / BLOCK_KV, max(q_start + (args.seqlen_k - args.seqlen_q) + (BLOCK_Q - 1) + BLOCK_KV, 0) / BLOCK_KV);
         wait_barrier(next_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
         publish_tile(next_tile + tiles_done % 2 * 8, next_tile_full + tiles_done % 2, {q_block, head, batch, last_kv_block});
-        wait_barrier(q_tile_empty + tiles_done % 2, (tiles_done / 2 % 2 + 1) % 2);
-        tma_load<QTile>(q_tile + tiles_done % 2 * QTile::BYTES, q_tile_full + tiles_done % 2, args.q, q_start, head, batch, leave_cache_first());
+        wait_barrier(q_tile_empty, (tiles_done % 2 + 1) % 2);
+        tma_load<QTile>(q_tile, q_tile_full, args.q, q_start, head, batch, leave_cache_first());
         #pragma unroll 1  // the loading thread has few registers
         for (int kv_block = 0; kv_block < last_kv_block; ++kv_block) {
           const int kv_start = kv_block * BLOCK_KV;
@@ -208,8 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
   }
 
   if (threadIdx.x < THREADS) {
-    take_registers<232>();
-    first_turn<THREADS / 128>(warpgroup);
+    take_registers<136>();
+    const uint32 q_tile_operand = uniform(QTile::start(q_tile));
     int tiles_done = 0;
     int kv_blocks_done = 0;
     int q_block = -1;
@@ -222,8 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
     last_kv_block = take_tile(next_tile + tiles_done % 2 * 8, 3);
     while (q_block >= 0) {
       const int q_start = q_block * BLOCK_Q;
-      const uint32 q_tile_operand = uniform(QTile::start(q_tile + tiles_done % 2 * QTile::BYTES) + warpgroup * QTile::WARPGROUP_STEP);
-      wait_barrier(q_tile_full + tiles_done % 2, tiles_done / 2 % 2);
+      wait_barrier(q_tile_full, tiles_done % 2);
       fill(o_acc, 0.0f);
       fill(row_max, -INF);
       fill(row_sum, 0.0f);
@@ -235,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x128x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
+          wgmma_64x64x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
         }
         commit_products();
         wait_products<0>();
@@ -299,13 +292,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         const int kv_start = kv_block * BLOCK_KV;
         const uint32 k_tile_operand = uniform(KTile::start(k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES));
         const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (kv_block - 1)) % 2 * VTile::BYTES));
-        // one warpgroup multiplies at a time, under the softmax of the others
-        wait_turn(warpgroup);
         wait_barrier(k_tile_full + (kv_blocks_done + kv_block) % 2, (kv_blocks_done + kv_block) / 2 % 2);
         begin_products();
         #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; ++k) {
-          wgmma_64x128x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
+          wgmma_64x64x16_shared(s, q_tile_operand, QTile::k_major(k), k_tile_operand, KTile::k_major(k), k > 0);
         }
         commit_products();
         begin_products();
@@ -314,7 +305,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
           wgmma_64x64x16_registers(o_acc, p_operand[0][2 * k], p_operand[1][2 * k], p_operand[0][2 * k + 1], p_operand[1][2 * k + 1], v_tile_operand, VTile::mn_major(k), 1);
         }
         commit_products();
-        pass_turn<THREADS / 128>(warpgroup);
         wait_products<1>();
         settle(s);
         // only tiles on a boundary are masked
@@ -355,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
         // the guess was too low, or there was none: the step once more
         if (any_large(p_operand)) {
-          rescore<QTile, KTile, element>(s, q_tile + tiles_done % 2 * QTile::BYTES, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
+          rescore<QTile, KTile, element>(s, q_tile, k_tile + (kv_blocks_done + kv_block) % 2 * KTile::BYTES);
           fence_reads();
           // only tiles on a boundary are masked
           if (kv_start + (BLOCK_KV - 1) >= args.seqlen_k || kv_start + (BLOCK_KV - 1) > q_start + (args.seqlen_k - args.seqlen_q)) {
@@ -417,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, MIN_BLO
         }
       }
 
-      arrive_warp(q_tile_empty + tiles_done % 2);
+      arrive_warp(q_tile_empty);
       // the product of the last step
       if (0 < last_kv_block) {
         const uint32 v_tile_operand = uniform(VTile::start(v_tile + (kv_blocks_done + (last_kv_block - 1)) % 2 * VTile::BYTES));
