@@ -104,6 +104,12 @@ def for_sizes(spec: Spec, arch: Arch, seqlen_q: int, seqlen_k: int, group: int) 
     return replace(spec, length=tuned.length("attention_forward", spec, forward_arch(spec, arch), seqlen_k))
 
 
+def backward_for_sizes(spec: Spec, arch: Arch, seqlen_k: int) -> Spec:
+    """The spec of the backward that suits a call: its length."""
+    chip = arch_for("attention_backward", spec, arch)
+    return replace(spec, length=tuned.length("attention_backward", spec, chip, seqlen_k))
+
+
 @cache
 def forward_arch(spec: Spec, arch: Arch) -> Arch:
     """The record to plan the forward for: the portable one where functions, or random numbers, leave no tile room."""
@@ -185,16 +191,19 @@ def backward_plans(spec: Spec, arch: Arch) -> tuple[Spec, Plan, Plan | None]:
 
 def _backward_plans(spec: Spec, arch: Arch, may_spill: bool = False) -> tuple[Spec, Plan, Plan | None]:
     own = backward_spec(spec, arch)
-    spec = replace(spec, tiled=own.tiled)
+    spec = replace(spec, tiled=own.tiled, length=own.length)
     main = planner.plan(backward_nests.backward(own), spec, arch, may_spill)
     dq = planner.plan(backward_nests.backward_dq(own), own, arch, may_spill) if own.deterministic else None
     return own, main, dq
 
 
 def backward_spec(spec: Spec, arch: Arch) -> Spec:
-    """What the backward of a spec is made for: any length, one head in a tile; deterministic where dQ is made apart."""
+    """What the backward of a spec is made for: one head in a tile; deterministic where dQ is made apart.
+
+    For any length where none was measured.
+    """
     apart = arch.family == "sm90" and sm90_backward.dq_apart(spec.head_dim, spec.head_dim_v)
-    spec = replace(spec, packed=1, length="")
+    spec = replace(spec, packed=1, length=spec.length if tuned.has_length("attention_backward", spec, arch) else "")
     tiled = arch.family == "sm90" and tiles.in_backward(spec)
     return replace(spec, tiled=tiled, deterministic=spec.deterministic or apart)
 

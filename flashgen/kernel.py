@@ -166,13 +166,16 @@ class Kernel(Runner):
         nothing is compiled. Raises ValueError or TypeError for sizes that a call may not have, and where there is no
         backward.
         """
+        from flashgen import build
+
         given = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads}
         given["heads_kv"] = heads if heads_kv is None else heads_kv
         sizes = {name: parse_integer(name, size, "use a whole number") for name, size in given.items()}
         check_sizes(**sizes)
         check_kernels(self.spec)
         rows = (sizes["batch"], sizes["heads"], sizes["seqlen_q"])
-        shapes = workspaces.shapes(self.programs("backward", self.spec, self.arch), *rows, sizes["seqlen_q"])
+        spec = build.backward_for_sizes(self.spec, self.arch, sizes["seqlen_k"])
+        shapes = workspaces.shapes(self.programs("backward", spec, self.arch), *rows, sizes["seqlen_q"])
         return 4 * sum(map(math.prod, (rows, *shapes.values())))
 
     def __call__(

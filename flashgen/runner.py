@@ -248,7 +248,7 @@ class Runner:
             arch = portable_record(arch)
         spec = replace(self.spec, aligned=aligned, tiled=self._tiled(arch, problem, library, arrays))
         queries = problem.seqlen_q if options.queries is None else options.queries
-        made = self.programs(stage, self._for_sizes(spec, arch, problem, queries) if stage == "forward" else spec, arch)
+        made = self.programs(stage, self._for_sizes(stage, spec, arch, problem, queries), arch)
         read |= self._take_lists(call, [program.stages for program in made], options)
         call.launches = self._launches(stage, made, call, strides | read)
         call.made = spec, arch
@@ -285,11 +285,14 @@ class Runner:
         more = (("sinks",) if self.spec.sinks else ()) + ((USED,) if self.spec.used else ())
         return (*(item.name for item in self.spec.arrays), *more)
 
-    def _for_sizes(self, spec: Spec, arch: Arch, problem: Problem, queries: int) -> Spec:
-        """The spec of a forward of these sizes."""
+    def _for_sizes(self, stage: str, spec: Spec, arch: Arch, problem: Problem, queries: int) -> Spec:
+        """The spec of a forward or backward of these sizes."""
         from flashgen import build
 
-        suited = build.for_sizes(spec, arch, queries, problem.seqlen_k, problem.heads // problem.heads_kv)
+        if stage == "forward":
+            suited = build.for_sizes(spec, arch, queries, problem.seqlen_k, problem.heads // problem.heads_kv)
+        else:
+            suited = build.backward_for_sizes(spec, arch, problem.seqlen_k)
         if suited != spec:
             log.debug("%s: a call of %d queries and %d keys takes %s", self, queries, problem.seqlen_k, suited)
         return suited

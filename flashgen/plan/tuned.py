@@ -220,6 +220,23 @@ TABLE: dict[Key, Measured] = {
         traits=("dynamic", "in turns", "guessed maximum", "last block first"),
         limit=16384,
     ),
+    ("sm_90a", "attention_backward", 128, 128, True, "", ""): Measured(
+        (("block_kv", 128), ("block_q", 80)),
+        12,
+        (2, 2, 2, 2, 2),
+        "NVIDIA H200, 2026-12-03, 1.05 times 64 queries at 16384 (566 TFLOP/s): "
+        "python -m flashgen tune --direction bwd --head-dim 128 --causal --seqlen 16384",
+        traits=("late", "dQ transposed"),
+    ),
+    ("sm_90a", "attention_backward", 128, 128, True, "", "short"): Measured(
+        (("block_kv", 128), ("block_q", 64)),
+        12,
+        (2, 2, 2, 2, 2),
+        "NVIDIA H200, 2026-12-03, 341 and 488 TFLOP/s beside 331 and 481 with 80 queries, at 1024 and 4096: "
+        "python -m flashgen tune --direction bwd --head-dim 128 --causal --seqlen 1024 --seqlen 4096",
+        traits=("late",),
+        limit=4096,
+    ),
     ("sm_90a", "attention_backward_dq", 128, 128, False, "", ""): Measured(
         (("block_q", 128), ("block_kv", 96)),
         12,
