@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 from tuned_lines import KINDS, of_kind, of_variant, spec_of
-from verdicts import SMALLEST, judged
+from verdicts import SMALLEST
 
 from flashgen import build, masks, scores, variants
 from flashgen.attention import backward, forward
 from flashgen.bench.variants import OF_ONE_LENGTH
 from flashgen.ir.dtype import F32
-from flashgen.plan import planner, tuned
+from flashgen.plan import planner, sm90, tuned
 from flashgen.plan.arch import parse_arch
 from flashgen.spec import Spec
 
@@ -44,7 +44,8 @@ def test_a_measurement_overrides_the_cost_model_where_it_fits(monkeypatch):
 
 
 def measured(candidate, note="made up"):
-    return tuned.Measured(candidate.blocks, candidate.warps, candidate.depths, note, candidate.split)
+    split, traits, resident = candidate.split, candidate.traits, candidate.resident
+    return tuned.Measured(candidate.blocks, candidate.warps, candidate.depths, note, split, traits, resident)
 
 
 PLANNED = {
@@ -85,12 +86,14 @@ def test_a_planted_measured_line_is_checked(name):
         assert said.startswith("sm_86 " + name) and "0 candidates" in said
 
 
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
 @pytest.mark.parametrize("make", [forward.forward, backward.backward])
-def test_a_measured_line_tells_all_candidates_apart(make):
-    spec = Spec(128, 128)
-    offered = [verdict.candidate for verdict in judged(make(spec), spec, SMALLEST)]
+def test_a_measured_line_tells_all_candidates_apart(make, arch):
+    spec = Spec(64, 64, causal=True)
+    offered = [verdict.candidate for verdict in every(make(spec), spec, parse_arch(arch))]
     assert all([other for other in offered if measured(one).matches(other)] == [one] for one in offered)
-    assert (len({one.split for one in offered}) > 1) == (make is backward.backward)
+    assert (len({one.split for one in offered}) > 1) == (make is backward.backward and arch == "sm_86")
+    assert (len({one.resident for one in offered}) > 1) == (make is forward.forward and arch == "sm_90a")
 
 
 def test_a_measured_line_that_does_not_fit_is_said_in_the_plan(monkeypatch):
@@ -117,6 +120,17 @@ def test_a_line_is_what_the_table_takes():
             note = "CARD, DATE, 1 TFLOP/s: COMMAND --x"
             assert made == {("sm_86", kernel.name, 128, 128, True, "", ""): measured(candidate, note)}
             assert ("split" in text) == (split > 1) and all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_a_line_says_how_many_blocks_run_together():
+    spec = Spec(64, 64, causal=True)
+    offered = [item.candidate for item in every(forward.forward(spec), spec, HOPPER) if not item.rejection]
+    for resident in sm90.RESIDENT_REGISTERS:
+        candidate = next(one for one in offered if one.resident == resident)
+        text = tuned.line("attention_forward", spec, HOPPER, candidate, "CARD, DATE, 1 TFLOP/s", "COMMAND --x")
+        (made,) = eval("{" + text + "}", {"Measured": tuned.Measured}).values()
+        assert made == measured(candidate, made.note) and f"resident={resident}" in text
+        assert str(candidate).endswith(f"{resident} blocks a multiprocessor")
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
