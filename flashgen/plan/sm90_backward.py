@@ -91,12 +91,13 @@ def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
         (2, 3), BLOCKS, ((2, 2), (2, 1), (1, 1)), traits, _added(kernel)
     ):
         layouts = dict.fromkeys((item.name for item in _register_tiles(kernel)), (4 * warpgroups, 1))
+        turned: tuple[str, ...] = ()
         if _adds_dq(kernel):
             layout = _dq_layout(warpgroups, block, sizes)
             if layout is not None:
                 layouts["dq_acc"] = layout
-            elif sizes["head_dim"] == 64 * warpgroups:
-                trait = (*trait, TRANSPOSED)
+            elif sizes["head_dim"] == 64 * warpgroups and not draws(kernel):  # random numbers spill 8 to 92 bytes
+                turned = (TRANSPOSED,)
             else:
                 continue
         staged = [(name, depth) for names, depth in zip(STAGED[kernel.name], depths, strict=True) for name in names]
@@ -106,7 +107,7 @@ def candidates(kernel: Kernel, sizes: dict[str, int]) -> Iterator[Candidate]:
             warps=4 * warpgroups + 4,
             stages=(*staged, *added, *exchanged),
             layouts=tuple(layouts.items()),
-            traits=trait,
+            traits=(*trait, *turned),
         )
 
 

@@ -45,6 +45,14 @@ def test_no_kernel_spills(arch, head_dim, dtype, options):
         assert (report.spill_stores, report.spill_loads) == (0, 0), stages.tile.name
 
 
+@pytest.mark.parametrize("options", [{}, {"mask": "document"}, {"window": (1024, 0)}, {"score": "alibi"}], ids=str)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_narrow_values_leave_no_room_for_more_queries(varlen, options):
+    spec = Spec(128, 64, dropout=True, varlen=varlen, **traced(True, **options))
+    report = compile.nvrtc(build.backward(spec, ARCHES["sm_90a"])[1].source, "sm_90a").report
+    assert (report.spill_stores, report.spill_loads) == (0, 0)
+
+
 def test_heads_that_share_a_tile():
     """No call chooses it, but the kernel is right: element by element."""
     spec = Spec(128, 128, causal=True, packed=8, dropout=True, sinks=F32)
