@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from flashgen import build
+from flashgen import build, variants
 from flashgen.attention import tiles
 from flashgen.bench.variants import OF_ONE_LENGTH, functions
 from flashgen.plan import tuned
@@ -28,8 +28,9 @@ def of_kind(kind, causal):
     """The options of a Spec that takes the lines of a kind."""
     if kind == tuned.LISTED:
         return of_variant("document", causal) | {"listed": True}
-    if kind == tuned.PACKED:
-        return {"causal": causal, "varlen": True}
+    if kind == "wide_window":
+        causal, mask, score = variants.functions(causal, window=(tuned.NARROW, 1))
+        return {"causal": causal, "mask": mask, "score": score}
     variant, tiled = KINDS[kind]
     return of_variant(variant, causal) | {"tiled": tiled}
 

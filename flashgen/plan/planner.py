@@ -54,7 +54,7 @@ def plan(kernel: Kernel, spec: Spec, arch: Arch, may_spill: bool = False) -> Pla
         unguessed, measured = sm90.GUESS in measured.traits, measured.without(sm90.GUESS)
     chosen, source = _choose(verdicts, measured)
     if source.startswith("measurement"):
-        source += ", without the mask and score functions" * (bool(spec.mask or spec.score) and not own)
+        source += tuned.measured_with(kernel.name, spec, arch)
         source += ", with a guess of the maximum" * unguessed
         source += ", with sequences of one length" * spec.varlen
         source += ", with one head in a tile" * (spec.packed > 1)

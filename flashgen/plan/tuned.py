@@ -16,7 +16,7 @@ from flashgen.spec import Function, Spec
 
 WIDTH = 100  # of a command in a line
 LISTED = "listed"  # the kind of any mask whose blocks are listed
-PACKED = "varlen"  # that of packed sequences without functions
+NARROW = 2048  # keys of a window up to which tiles of few rows pay, as they do for so many keys of a causal mask
 Key = tuple[str, str, int, int, bool, str, str]
 
 
@@ -133,12 +133,21 @@ TABLE: dict[Key, Measured] = {
         traits=("dynamic", "guessed maximum"),
         resident=3,
     ),
+    ("sm_90a", "attention_forward", 64, 64, True, "wide_window", ""): Measured(
+        (("block_q", 128), ("block_kv", 128)),
+        12,
+        (2, 2, 2),
+        "NVIDIA H200, 2026-12-03, 342 to 348 TFLOP/s, with a window of 1024: "
+        "python -m flashgen tune --direction fwd --head-dim 64 --variant window --seqlen 4096 --seqlen 16384"
+        " --rounds 3",
+        traits=("dynamic", "in turns", "guessed maximum"),
+    ),
     ("sm_90a", "attention_forward", 64, 64, True, "listed", ""): Measured(
         (("block_q", 64), ("block_kv", 64)),
         8,
         (2, 2),
         "NVIDIA H200, 2026-12-03, 1.37 and 1.14 times one block of 128 x 128, 16 documents in 4096 and 16384 tokens: "
-        "python -m flashgen bench --direction fwd --head-dim 64 --variant document",
+        "the planner's candidates with lists of blocks in turns; `bench --variant document` times the chosen one",
         traits=("dynamic", "guessed maximum"),
         resident=3,
     ),
@@ -276,16 +285,20 @@ def kind(spec: Spec) -> str:
     """What the mask and score functions are: their names, without the numbers in them; "" where there are none.
 
     window=(1024, 0) is "window", softcap=50.0 "softcap", both "window_softcap", scores.bias of bfloat16 "bias_bf16": a
-    line for one size is taken for all. What a user wrote has the name of its text, which no line has. Where tiles of
-    arrays are copied it ends in "tiled": there is less room for the other tiles then.
+    line for one size is taken for all, but windows of many keys are "wide_window", and so are those of packed heads,
+    which share few of the keys of a narrow one. What a user wrote has the name of its text, which no line has. Where
+    tiles of arrays are copied it ends in "tiled": there is less room for the other tiles then.
     """
-    words = [word for function in (spec.mask, spec.score) if function for word in _words(function)]
+    words = [word for function in (spec.mask, spec.score) if function for word in _words(function, spec.packed)]
     return "_".join([*words, *(["tiled"] if spec.tiled else [])])
 
 
-def _words(function: Function) -> Iterator[str]:
+def _words(function: Function, packed: int) -> Iterator[str]:
     """The words of a function's name, and the types of its arrays, which are part of it."""
     types = {array.dtype.cuda for array in function.arrays}
+    sides = re.match(r"window(\d+)_(\d+)", function.name)
+    if sides and (packed > 1 or sum(map(int, sides.groups())) > NARROW):
+        yield "wide"
     for word in function.name.split("_"):
         bare = word if word in types else re.split(r"\d", word)[0]
         if bare:
@@ -307,17 +320,22 @@ def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:
 def _kinds(spec: Spec) -> tuple[str, ...]:
     """The kinds whose lines a spec may take, its own first."""
     if not (spec.mask or spec.score):
-        return (PACKED, "") if spec.varlen else ("",)
-    listed = [LISTED] if spec.listed and spec.score is None else []
+        return ("",)
+    listed = [LISTED] if spec.listed and spec.score is None and spec.packed == 1 else []
     return (kind(spec), *listed, *([] if spec.tiled else [""]))
 
 
 def has_own(kernel: str, spec: Spec, arch: Arch) -> bool:
-    """True where `lookup` gives a line for functions of this kind, or for any whose blocks are listed."""
-    own, *others = _kinds(spec)
-    kinds = (own, *(kind for kind in others if kind))
-    keys = (_key(kernel, replace(spec, length=length), arch, of) for of in kinds for length in (spec.length, ""))
-    return any(key in TABLE for key in keys)
+    """True where `lookup` gives a line for functions of this very kind."""
+    return any(_key(kernel, replace(spec, length=length), arch) in TABLE for length in (spec.length, ""))
+
+
+def measured_with(kernel: str, spec: Spec, arch: Arch) -> str:
+    """In words, for the end of a sentence, what functions a line was measured with where these are not the spec's."""
+    if not (spec.mask or spec.score) or has_own(kernel, spec, arch):
+        return ""
+    listed = LISTED in _kinds(spec) and _key(kernel, replace(spec, length=""), arch, LISTED) in TABLE
+    return ", with documents for the mask" if listed else ", without the mask and score functions"
 
 
 def has_length(kernel: str, spec: Spec, arch: Arch) -> bool:

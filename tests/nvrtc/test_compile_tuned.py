@@ -18,6 +18,6 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("key", tuned.TABLE, ids=lambda key: "-".join(map(str, key)))
 def test_a_measured_line_compiles_without_spills(key):
     stages = stages_of(key, ARCHES[key[0]])
-    assert stages.plan.source == f"measurement: {tuned.TABLE[key].note}"
+    assert stages.plan.source.startswith(f"measurement: {tuned.TABLE[key].note}")
     report = compile.nvrtc(stages.source, stages.plan.arch.target).report
     assert (report.spill_stores, report.spill_loads) == (0, 0)

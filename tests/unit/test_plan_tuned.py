@@ -210,6 +210,32 @@ def test_masks_whose_blocks_are_listed_have_a_line_of_their_own_but_with_scores(
     assert tuned.lookup(key[1], replace(listed, score=score), HOPPER) != tuned.TABLE[key]
 
 
+def test_a_window_of_many_keys_is_of_a_kind_of_its_own_and_that_of_packed_heads():
+    """Few rows of a tile pay where it has few steps."""
+
+    def chosen(window, **more):
+        causal, mask, _ = variants.functions(True, window=window)
+        spec = Spec(64, 64, causal=causal, mask=mask, **more)
+        return tuned.kind(spec), build.forward(spec, HOPPER)[0].plan.candidate.resident
+
+    for window in ((16, 0), (tuned.NARROW, 0), (0, tuned.NARROW)):
+        assert chosen(window) == ("window", 3) and chosen(window, varlen=True) == ("window", 3)
+        assert chosen(window, packed=4) == ("wide_window", 1)
+    for window in ((tuned.NARROW, 1), (100000, 0)):
+        assert chosen(window) == ("wide_window", 1)
+    assert chosen((tuned.NARROW + 1, None)) == ("window_all", 1)
+
+
+def test_a_plan_says_with_what_mask_a_line_for_lists_was_measured():
+    spec = spec_of(("sm_90a", "attention_forward", 64, 64, True, tuned.LISTED, ""))
+    chunked = variants.functions(True, mask_mod=masks.chunked(512))[1]
+    for mask in (spec.mask, chunked):
+        plan = build.forward(replace(spec, mask=mask), HOPPER)[0].plan
+        assert plan.candidate.resident == 3 and plan.source.endswith(", with documents for the mask")
+    packed = build.forward(replace(spec, packed=4), HOPPER)[0].plan
+    assert packed.candidate.resident == 1
+
+
 def test_the_plan_says_which_calls_take_another_tile():
     for name, words in (("short", "of up to {} keys"), ("long", "of {} keys and more")):
         for key in OF_FORWARD:
