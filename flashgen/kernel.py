@@ -150,10 +150,11 @@ class Kernel(Runner):
     ) -> int:
         """The bytes that the backward allocates on a GPU besides dq, dk and dv, and frees when it returns.
 
-        heads_kv: heads where None. All is float32, O(batch * heads * seqlen_q * head_dim) whatever seqlen_k is:
+        heads_kv: heads where None. All is float32, O(batch * heads * seqlen_q * head_dim):
 
             4 * batch * heads * (seqlen_q + rows * (2 + head_dim))    rows: seqlen_q up to a whole block of queries
 
+        How many queries a block has may depend on seqlen_k (`explain` shows for which calls).
         That is: zeros for the gradient of lse, where a call gives none; lse_log2 and delta, which attention_delta
         writes; dq_workspace, to which attention_backward adds dq, with head_dim padded as its plan says. The last does
         not exist where attention_backward_dq makes dq: where deterministic, and on sm_90a with a head dim over 128.

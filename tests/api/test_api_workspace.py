@@ -39,7 +39,7 @@ def test_by_hand(arch, head_dim, options, floats):
 
 
 @pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 64), ("sm_90a", 128), ("sm_90a", 256)])
-def test_it_is_linear_in_seqlen_q_and_knows_no_seqlen_k(arch, head_dim):
+def test_it_is_linear_in_whole_blocks_of_seqlen_q_whatever_seqlen_k_is(arch, head_dim):
     kernel = flashgen.compile(head_dim, arch=arch)
     one = kernel.workspace_bytes(**SIZES)
     for times in (0, 2, 3, 16):
@@ -56,20 +56,23 @@ def test_a_last_block_that_is_not_full_counts_whole(deterministic):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a"])
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_it_counts_what_a_call_allocates(arch, head_dim, monkeypatch):
+@pytest.mark.parametrize(("head_dim", "seqlen_k"), [(64, 70), (256, 70), (128, 70), (128, 4096), (128, 4097)])
+def test_it_counts_what_a_call_allocates(arch, head_dim, seqlen_k, monkeypatch):
     """NumPy arrays pass for arrays of a GPU, and the call is bound, but not launched."""
     numpy = LIBRARIES["numpy"]
     monkeypatch.setattr(type(numpy), "device", lambda self, x: 0)
     monkeypatch.setattr(launch, "compute_capability", lambda device: parse_arch(arch).capability)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 108)
-    spec = flashgen.compile(head_dim, dtype="float16").spec
+    spec = flashgen.compile(head_dim, dtype="float16", causal=True).spec
     kernel = Kernel(spec, parse_arch(arch), "bshd", "auto", True)
-    q, k, v = (np.zeros((2, n, heads, head_dim), np.float16) for n, heads in ((100, 6), (70, 2), (70, 2)))
+    q, k, v = (np.zeros((2, n, heads, head_dim), np.float16) for n, heads in ((100, 6), (seqlen_k, 2), (seqlen_k, 2)))
     lse = np.zeros((2, 6, 100), np.float32)
     call = kernel._bind(numpy, "backward", {"q": q, "k": k, "v": v, "o": q, "dout": q, "lse": lse}, None)
     allocated = lse.nbytes + sum(4 * math.prod(shape) for shape in call.workspaces.values())
-    assert kernel.workspace_bytes(batch=2, seqlen_q=100, seqlen_k=70, heads=6, heads_kv=2) == allocated
+    assert kernel.workspace_bytes(batch=2, seqlen_q=100, seqlen_k=seqlen_k, heads=6, heads_kv=2) == allocated
+    if (arch, head_dim) == ("sm_90a", 128):  # the backward's tile by the number of keys
+        block_q = call.launches[1].program.stages.plan.sizes["block_q"]
+        assert block_q == (64 if seqlen_k <= 4096 else 80)
 
 
 def test_any_integers_give_a_python_int():

@@ -113,7 +113,10 @@ def test_no_row_is_no_block():
     assert trace[0].blocks == 0 and forward(spec).axes[0].name == "row_block"
 
 
-@pytest.mark.parametrize(("dims", "deterministic"), [((64, 64), False), ((64, 64), True), ((192, 192), False)])
+@pytest.mark.parametrize(
+    ("dims", "deterministic"),
+    [((64, 64), False), ((64, 64), True), ((192, 192), False), ((128, 128), False), ((128, 64), False)],
+)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_all_kernels_of_a_call_one_after_another(arch, dims, deterministic):
     """As the planner has them: blocks of dQ's own kernel are others than those of the workspaces."""
