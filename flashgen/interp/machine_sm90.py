@@ -19,7 +19,7 @@ from flashgen.interp.warps import Block, Meaning, Steps, Waiting, Warp
 from flashgen.ir.graph import access
 from flashgen.ir.nodes import Stmt, Tile, name_of
 from flashgen.machine import sm90
-from flashgen.machine.base import AddFragment, Counter, MapFragment, StoreFragment
+from flashgen.machine.base import AddFragment, Counter, MapFragment, StoreFragment, StoreTransposed
 from flashgen.machine.sm90 import WARPGROUP_ROWS
 
 
@@ -224,6 +224,7 @@ RUN: dict[type, Meaning] = {kind: _guarded(meaning) for kind, meaning in BASE.it
     sm90.InitBarriers: _init_barriers,
     sm90.Role: _role,
     StoreFragment: _guarded(_store_fragment),
+    StoreTransposed: _guarded(_store_fragment),
     sm90.TmaLoad: mbarriers.tma_load,
     sm90.LoadVector: mbarriers.load_vector,
     sm90.WaitFull: mbarriers.wait_full,

@@ -216,6 +216,10 @@ FAULTS = {
         lambda k: changed(k, StoreFragment, lambda s: [replace(s, dst=replace(s.dst, stage=Const(0)))]),
         "written last|before anything was written|read it",
     ),
+    "dS is overwritten under dQ": (
+        lambda k: changed(k, Wgmma, lambda s: [s, store_of_ds(k)], 0, lambda s: s.acc == "dq_acc"),
+        "ds_tile is overwritten while a product",
+    ),
     "dP is used before its wait": (lambda k: without(k, WaitWgmma, 1), "used while a product"),
     "dQ is added before its wait": (
         lambda k: without(k, WaitWgmma, 2),
@@ -227,6 +231,10 @@ FAULTS = {
 
 def release_of_q(kernel):
     return next(s for s in statements(kernel.body) if isinstance(s, ArriveEmpty) and s.tile.buffer == "q_tile")
+
+
+def store_of_ds(kernel):
+    return next(s for s in statements(kernel.body) if isinstance(s, StoreFragment) and s.dst.buffer == "ds_tile")
 
 
 def is_reported(fault, problem):
