@@ -12,4 +12,4 @@ def transpose_sums(kernel: Kernel, plan: Plan) -> Kernel:
 
     Invariant: the accumulator has the order of that register tile in each kernel that touches it.
     """
-    return transposed.transpose_sums(kernel) if plan.has(transposed.TRANSPOSED) else kernel
+    return transposed.as_planned(kernel, plan.candidate)

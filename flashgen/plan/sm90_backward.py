@@ -34,7 +34,7 @@ from flashgen.plan.cost import (
 from flashgen.plan.plan import KIB, Candidate, Placement, Plan, Verdict
 from flashgen.plan.sm90 import BARRIER_BYTES, MANY_FUNCTIONS, ROLE_REGISTERS, added_tiles
 from flashgen.plan.smem import panel_bytes
-from flashgen.plan.transposed import TRANSPOSED, transpose_sums
+from flashgen.plan.transposed import TRANSPOSED, as_planned
 
 KERNELS = ("attention_backward", "attention_backward_dq")
 # Up to here a warpgroup has room for both accumulators of 64 rows of keys beside the scores of 64 queries.
@@ -154,7 +154,7 @@ def make(
     kernel: Kernel, arch: Arch, dims: tuple[tuple[str, int], ...], sizes: dict[str, int], candidate: Candidate
 ) -> Plan:
     """The plan that a candidate stands for."""
-    kernel = _as_planned(kernel, candidate)
+    kernel = as_planned(kernel, candidate)
     return Plan(
         kernel=kernel.name,
         arch=arch,
@@ -168,10 +168,6 @@ def make(
         mbarriers=_mbarriers(kernel, candidate),
         covered_by_output=tuple(_leaves_over(kernel, sizes, candidate).values()),
     )
-
-
-def _as_planned(kernel: Kernel, candidate: Candidate) -> Kernel:
-    return transpose_sums(kernel) if TRANSPOSED in candidate.traits else kernel
 
 
 def _mbarriers(kernel: Kernel, candidate: Candidate) -> tuple[tuple[str, int], ...]:
@@ -290,7 +286,7 @@ def _while_adding(kernel: Kernel, sizes: dict[str, int], threads: int) -> int:
 
 def judge(kernel: Kernel, arch: Arch, sizes: dict[str, int], candidate: Candidate) -> Verdict:
     """Reject a candidate with a sentence, or give its cost."""
-    sizes, kernel = sizes | dict(candidate.blocks), _as_planned(kernel, candidate)
+    sizes, kernel = sizes | dict(candidate.blocks), as_planned(kernel, candidate)
     needed = max(place.end for place in allocate(kernel, sizes, candidate)) + BARRIER_BYTES
     if needed > arch.shared_per_block:
         excess = f"{needed / KIB:.1f} KiB of shared memory exceed the {arch.shared_per_block / KIB:.0f} KiB of a block"

@@ -12,8 +12,14 @@ from dataclasses import replace
 from flashgen.ir.graph import remembered
 from flashgen.ir.nodes import Buffer, Copy, Gemm, Kernel, Map, Space, Stmt, name_of
 from flashgen.ir.visit import rewrite_kernel, statements
+from flashgen.plan.plan import Candidate
 
 TRANSPOSED = "dQ transposed"  # a trait of candidates
+
+
+def as_planned(kernel: Kernel, candidate: Candidate) -> Kernel:
+    """The kernel as the candidate keeps its sums."""
+    return transpose_sums(kernel) if TRANSPOSED in candidate.traits else kernel
 
 
 @remembered

@@ -311,10 +311,16 @@ def lookup(kernel: str, spec: Spec, arch: Arch) -> Measured | None:
     Functions of a kind without lines take that of masks whose blocks are listed, where theirs are, or else the line
     without functions, but for those that take other tiles.
     """
+    key = _found(kernel, spec, arch)
+    return None if key is None else TABLE[key]
+
+
+def _found(kernel: str, spec: Spec, arch: Arch) -> Key | None:
+    """The key of the line that a spec takes."""
     if _is_other(kernel, spec):
         return None
     keys = (_key(kernel, replace(spec, length=length), arch, of) for of in _kinds(spec) for length in (spec.length, ""))
-    return next((TABLE[key] for key in keys if key in TABLE), None)
+    return next((key for key in keys if key in TABLE), None)
 
 
 def _kinds(spec: Spec) -> tuple[str, ...]:
@@ -327,21 +333,21 @@ def _kinds(spec: Spec) -> tuple[str, ...]:
 
 def has_own(kernel: str, spec: Spec, arch: Arch) -> bool:
     """True where `lookup` gives a line for functions of this very kind."""
-    return any(_key(kernel, replace(spec, length=length), arch) in TABLE for length in (spec.length, ""))
+    key = _found(kernel, spec, arch)
+    return key is not None and key[5] == kind(spec)
 
 
 def measured_with(kernel: str, spec: Spec, arch: Arch) -> str:
     """In words, for the end of a sentence, what functions a line was measured with where these are not the spec's."""
-    if not (spec.mask or spec.score) or has_own(kernel, spec, arch):
+    key = _found(kernel, spec, arch)
+    if key is None or key[5] == kind(spec):
         return ""
-    listed = LISTED in _kinds(spec) and _key(kernel, replace(spec, length=""), arch, LISTED) in TABLE
-    return ", with documents for the mask" if listed else ", without the mask and score functions"
+    return ", with documents for the mask" if key[5] == LISTED else ", without the mask and score functions"
 
 
 def has_length(kernel: str, spec: Spec, arch: Arch) -> bool:
     """True where the length of the spec has a line of its own."""
-    measured = _measured(spec) and not _is_other(kernel, spec)
-    return measured and bool(spec.length) and _key(kernel, spec, arch) in TABLE
+    return _measured(kernel, spec) and bool(spec.length) and _key(kernel, spec, arch) in TABLE
 
 
 def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
@@ -349,7 +355,7 @@ def length(kernel: str, spec: Spec, arch: Arch, seqlen_k: int) -> str:
 
     What lengths were not measured with takes the usual tile at every length.
     """
-    if not _measured(spec) or _is_other(kernel, spec):
+    if not _measured(kernel, spec):
         return ""
     short, long = (TABLE.get(_key(kernel, replace(spec, length=name), arch)) for name in ("short", "long"))
     if short and seqlen_k <= short.limit:
@@ -362,17 +368,17 @@ def _is_other(kernel: str, spec: Spec) -> bool:
     return kernel == "attention_backward" and spec.deterministic
 
 
-def _measured(spec: Spec) -> bool:
+def _measured(kernel: str, spec: Spec) -> bool:
     """True for what lengths were measured with: one head a tile, sequences of one length, no dropout.
 
     Functions have lines of their kind, or none.
     """
-    return not (spec.packed > 1 or spec.varlen or spec.dropout)
+    return not (spec.packed > 1 or spec.varlen or spec.dropout or _is_other(kernel, spec))
 
 
 def by_length(kernel: str, spec: Spec, arch: Arch) -> list[str]:
     """A sentence for each length that has a tile of its own; none for what takes the usual one at every length."""
-    if spec.length or not _measured(spec) or _is_other(kernel, spec):
+    if spec.length or not _measured(kernel, spec):
         return []
     found = []
     for name, words in (("short", "of up to {} keys"), ("long", "of {} keys and more")):

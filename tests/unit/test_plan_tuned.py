@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from tuned_lines import KINDS, of_kind, of_variant, spec_of
+from tuned_lines import KINDS, of_variant, spec_of
 from verdicts import SMALLEST
 
 from flashgen import build, masks, scores, variants
@@ -57,10 +57,9 @@ PLANNED = {
 
 def ill_fitting(table):
     """A sentence for each line of a table that names no candidate, several, or one that is rejected."""
-    for (chip, name, head_dim, head_dim_v, causal, kind, length), line in table.items():
-        make, deterministic = PLANNED[name]
-        given = of_kind(kind, causal) | {"deterministic": deterministic, "length": length}
-        spec = Spec(head_dim, head_dim_v, **given)
+    for key, line in table.items():
+        chip, name, *_ = key
+        make, spec = PLANNED[name][0], spec_of(key)
         found = [verdict for verdict in every(make(spec), spec, parse_arch(chip)) if line.matches(verdict.candidate)]
         if len(found) != 1:
             yield f"{chip} {name} {spec}: {len(found)} candidates have these blocks, warps, stages and split"
